@@ -12,11 +12,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
@@ -25,6 +25,7 @@ from ..checkpoints.card import CARD_NAME, write_card
 from ..checkpoints.files import check_room, write_text, written_whole
 from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
+from ..checkpoints.packed import faster_dtype
 from ..console.progress import Show, stage
 from ..generation.state import keeps_state
 from ..training.saving import only_writer
@@ -41,30 +42,29 @@ from .answers import (
     write_answers,
 )
 from .attach import add_mask_adapter, add_root_head, check_answers, load_mask_adapter, save_mask_adapter
-from .budget import MaskTrainingConfig
+from .budget import Clock, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
-from .pace import (
-    ENOUGH_ROWS,
-    FEW_ROWS,
-    ROOT_SHARE,
-    ROWS_PER_TOKEN,
-    Clock,
-    Pace,
-    Schedule,
-    default_schedule,
-    faster_dtype,
-    least_minutes,
-    measure_pace,
-)
-from .pace import schedule as scheduled
-from .root_head import ROOT_ROWS
 from .trainer import MaskAdapterTrainer
 
-FORMAT = 5  # of the folder `work`
+FORMAT = 1  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
 ROOT_WIDTH = 1024  # of a new root head
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
+
+# Shares of `--minutes`. What is left is for evaluations, checkpoints and loading. A token of an answer costs about as
+# much more on a slower machine, or for a larger model, as the masks that learn from it do: so the shares are fixed.
+ANSWER_SHARE, MASK_SHARE, ROOT_SHARE, TABLE_SHARE = 0.2, 0.55, 0.1, 0.05
+ROWS_PER_TOKEN = 3  # mask rows that `--tokens` trains for each token of an answer
+BATCH_SIZE, MOST_SLOTS = {"cpu": 48, "cuda": 256}, {"cpu": 400, "cuda": 8192}
+LEAST_SLOTS, STEPS = 120, 300  # masks of a step, and steps that a short training should have
+# An evaluation looks at one token of held-out answers for so many trained rows, within limits.
+ROWS_PER_POSITION, LEAST_POSITIONS, MOST_POSITIONS = 200, 64, 4000
+TABLE_PROMPTS, TABLE_TOKENS, DECODERS = 12, 128, 3
+LEAST_PROMPTS = 2  # of the table, whatever they take
+
+# What SmolLM2-135M decoded after so many mask rows, with four drafts a step (examples/smollm2).
+GAINS = {13_000: 1.3, 40_000: 1.65, 460_000: 1.8, 2_400_000: 2.0}
 
 Measure = Callable[[Any, PreTrainedTokenizerBase, Sequence[Sequence[int]], int], dict[str, Any]]
 """Measures AR and verified decoding of the prompts, with so many new tokens at most: a table (see [`model_card`])."""
@@ -94,7 +94,7 @@ def adapt(
         measure: makes the table of the model card; without it the card states tokens per forward alone.
         draw: draws tokens per forward against training for the model card, beside their table.
         console: shows progress and the time left.
-        clock: seconds; measures machine and budget.
+        clock: seconds; measures the budget.
 
     Returns:
         What was made and measured: `output_dir` and `base`; `answers`, `answer_tokens`, `answer_seconds`, `held_out`,
@@ -111,12 +111,12 @@ def adapt(
     run.check()
     try:
         with only_writer(run.work):
-            if any(run.is_left(name) for name in ("answer", "train", "measure")):
-                run.measure_machine()
+            run.announce()
             run.once("answer", run.answer)
             run.once("train", run.train)
             run.publish()
-            run.once("measure", lambda: run.measure(measure))
+            if measure is not None:
+                run.once("measure", lambda: run.measure(measure))
             return run.finish(draw)
     except DamagedAnswersError as error:  # in a file of its own
         raise ValueError(f"{error} {str(error.file)!r} is damaged: delete it, or choose a new folder.") from None
@@ -126,6 +126,20 @@ def adapt(
                 f"The disk of {str(run.out)!r} is full. What was done is kept: make room, and the same call goes on."
             ) from error
         raise
+
+
+@dataclass
+class _State:
+    """What the stages of a run cannot see on the disk, kept in `work/state.json`."""
+
+    dtype: str = ""  # that the masks train in
+    base: dict[str, Any] = field(default_factory=dict)  # what tells the base, see [`base_of`]
+    answer_seconds: float = 0.0
+    root_seconds: float = 0.0
+    training_seconds: float = 0.0  # of masks and root head
+    mask_rows: int = 0
+    table: dict[str, Any] = field(default_factory=dict)
+    done: dict[str, Any] = field(default_factory=dict)  # the budget that each stage was done for
 
 
 class _Run:
@@ -138,15 +152,9 @@ class _Run:
         self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
-        self.is_gpu = self.device.type == "cuda"
-        self.state: dict[str, Any] = {
-            "measuring_seconds": 0.0,
-            "answer_seconds": 0.0,
-            "root_seconds": 0.0,
-            "root_share": ROOT_SHARE,
-            "table": {},
-            "done": {},
-        }
+        self.seconds = None if config.minutes is None else 60 * config.minutes
+        self.state = _State()
+        self.model: Any = None  # the base with the adapter to train, while training is left
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -180,17 +188,17 @@ class _Run:
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
             )
         if self.state_file.exists():
-            self.state |= _read(self.state_file)
-        self.state.setdefault("dtype", faster_dtype(self.device, self.clock))
+            self.state = _State(**_read(self.state_file, {each.name for each in fields(_State)}))
+        self.state.dtype = self.state.dtype or faster_dtype(self.device)
         load_config_dict(self.base, revision=config.revision, gguf_file=config.gguf_file)
         self.tokenizer = load_tokenizer(self.base, revision=config.revision, gguf_file=config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())
         check_room(self.out, ROOM)
         if self.is_left("train"):
+            self.model = self._trainable()
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
             self._check_base()
             check_answers(self.model, answers)
-            self.state["root_share"] = ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""
@@ -205,27 +213,37 @@ class _Run:
     def _check_base(self) -> None:
         """Raises `ValueError` where the base has other weights than when the run began, which wrote its answers."""
         own = base_of(self.model)
+        self.state.base = self.state.base or own
         try:
-            compare_bases(own, self.state.setdefault("base", own))
+            compare_bases(own, self.state.base)
         except ValueError as error:
             raise ValueError(
                 f"The weights of {self.base!r} changed since the run in {str(self.out)!r} began: choose a new folder."
             ) from error
 
-    def save_state(self, **changes: Any) -> None:
+    def save_state(self) -> None:
         """Keeps what the stages cannot see on the disk."""
-        self.state |= changes
         write_text(self.identity_file, json.dumps(self.identity, indent=2) + "\n")
-        write_text(self.state_file, json.dumps(self.state, indent=2) + "\n")
+        write_text(self.state_file, json.dumps(asdict(self.state), indent=2) + "\n")
 
     def is_left(self, name: str) -> bool:
         """Whether a stage is not done for this budget."""
-        return bool(self.state["done"].get(name) != self.budget)
+        return bool(self.state.done.get(name) != self.budget)
 
-    def once(self, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
-        """Runs a stage that is left, and keeps what it returns; None: it did nothing."""
-        if self.is_left(name) and (made := run()) is not None:
-            self.save_state(**made, done={**self.state["done"], name: self.budget})
+    def once(self, name: str, run: Callable[[], None]) -> None:
+        """Runs a stage that is left."""
+        if self.is_left(name):
+            run()
+            self.state.done[name] = self.budget
+            self.save_state()
+
+    def announce(self) -> None:
+        """Says what becomes of the minutes."""
+        if self.seconds is not None and self.is_left("train"):
+            answers, masks, root = (share * self.seconds / 60 for share in self.shares())
+            parts = [f"{answers:.3g} for the model's own answers"] * (answers > 0)
+            parts += [f"{masks:.3g} for masks", *[f"{root:.3g} for the root head"] * (root > 0)]
+            self.say(f"{self.config.minutes:g} minutes: {', '.join(parts)}.")
 
     # What the stages share.
 
@@ -234,10 +252,9 @@ class _Run:
         found = {"revision": self.config.revision, "gguf_file": self.config.gguf_file}
         return load_model(self.base, **found, dtype=dtype, device=self.device)
 
-    @cached_property
-    def model(self) -> Any:
+    def _trainable(self) -> Any:
         """The base with the adapter to train, as it is at the start."""
-        config, model = self.config, self.load(self.state["dtype"])
+        config, model = self.config, self.load(self.state.dtype)
         torch.manual_seed(config.seed)
         if config.start is not None:
             load_mask_adapter(model, config.start, is_trainable=True)
@@ -249,101 +266,59 @@ class _Run:
             add_root_head(model, ROOT_WIDTH)
         return model
 
-    @cached_property
-    def writer(self) -> Any:
+    def _writer(self) -> Any:
         """The base as it writes many answers fastest. The adapter on it changes nothing: without masks, it does not
         act."""
-        dtype = self.state["dtype"]  # on a CPU whose 16 bits are fast; on others, packed layers may be faster
-        model = self.load(FASTEST if self.is_gpu or dtype == "float32" else dtype)
+        dtype = self.state.dtype  # on a CPU whose 16 bits are fast; on others, packed layers may be faster
+        model = self.load(FASTEST if self.device.type == "cuda" or dtype == "float32" else dtype)
         add_mask_adapter(model, MaskAdapterSettings(rank=1, head_width=0))
         return model
 
-    @property
-    def mask_rows(self) -> int | None:
-        """That a budget of tokens trains."""
-        return None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """What becomes of the budget, at the pace of [`measure_machine`]."""
-        if (minutes := self.config.minutes) is None:
-            return default_schedule(self.is_gpu, self.mask_rows or 0)
-        seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
-        has_answers, share = self.config.answers is not None, self.state["root_share"]
-        return scheduled(seconds, Pace.read(self.state["pace"]), self.is_gpu, has_answers, share)
+    def shares(self) -> tuple[float, float, float]:
+        """Of the minutes, for answers, masks and root head."""
+        has_answers, has_root = self.config.answers is not None, self.model.mask_adapter.root_head is not None
+        answers, root = ANSWER_SHARE * (not has_answers), ROOT_SHARE * has_root
+        return answers, ANSWER_SHARE + MASK_SHARE + ROOT_SHARE - answers - root, root
 
     # The stages.
 
-    def measure_machine(self) -> None:
-        """Measures what the base costs here, unless an earlier call has done so, and says what the budget gives."""
-        minutes = self.config.minutes
-        if minutes is None:
-            return
-        machine = f"{self.device}, {torch.get_num_threads()} threads, {self.state['dtype']}"
-        if self.state.get("machine") != machine:
-            self.say("Measuring this machine …")
-            began, distillation = self.clock(), MaskDistillation(self.model)
-            pace = measure_pace(distillation, self.writer, self.clock, self.is_gpu, patience=0.6 * minutes)
-            seconds = self.state["measuring_seconds"] + self.clock() - began
-            self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
-        made, writing = self.schedule, self.schedule.answer_seconds / 60
-        rows = made.mask_rows if self.mask_rows is None else min(self.mask_rows, made.mask_rows)
-        self.say(
-            f"{minutes:g} minutes on this machine: {writing:.1f} for answers, the others for training, about {rows:,} "
-            "mask rows."
-        )
-        if rows < FEW_ROWS:
-            few = {"minutes": made.mask_rows < ENOUGH_ROWS, "tokens": rows < made.mask_rows}
-            least = {"minutes": minutes * ENOUGH_ROWS / made.mask_rows, "tokens": ENOUGH_ROWS / ROWS_PER_TOKEN}
-            enough = " ".join(f"--{name} {math.ceil(least[name])}" for name in few if few[name])
-            self.say(
-                "That gives next to nothing: 13,000 rows brought SmolLM2-135M to 1.1 tokens per forward, 85,000 to "
-                f"1.5. `{enough}` trains {ENOUGH_ROWS:,} here."
-            )
-
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> None:
         """The model's own answers, and a few of them held out; a larger budget adds to what there is."""
         if self.config.answers is not None:
             self._split(read_answers(self.config.answers))
-            return {}
-        schedule, before = self.schedule, self.state["answer_seconds"]
-        size = self.state.setdefault("batch_size", schedule.batch_size)
-        began, note, written, tokens = self.clock(), "", 0.0, 0
+            return
+        before, began, count = self.state.answer_seconds, self.clock(), AnswerCount(0, 0, 0)
+        least, most = (0.0, math.inf) if self.seconds is None else (ANSWER_SHARE * self.seconds, self.seconds / 2)
 
-        def seconds() -> float:
-            return float(before + self.clock() - began)
+        def spent() -> float:
+            return before + self.clock() - began
 
         def is_over() -> bool:
-            used, most = seconds(), schedule.answer_seconds
-            # On a machine with other work, answers may take longer than was measured: few teach little.
-            if tokens < schedule.answer_tokens / 2:
-                most = max(most, 30 * (self.config.minutes or 0.0))
-            share = max(used / schedule.answer_seconds if most else 0.0, written)
-            slow = ", which takes longer than was measured" if schedule.answer_seconds <= used < most else ""
-            show(min(share, 0.99) if slow else share, (note or "the first batch") + slow)
-            return most > 0 and used >= most
+            is_last = count.answers > 0 and self.seconds is not None  # without any, nothing can be learned
+            written = count.tokens / self.config.tokens if self.config.tokens else 0.0
+            show(max(min(spent() / least, 0.99) if least else 0.0, written), note)
+            return spent() >= (least if is_last else most)
 
         with stage(self.console, "[1/3] The model's own answers") as show:
-            config = AnswerConfig(batch_size=size, seed=self.config.seed)
-            for count in write_answers(self.writer, self.tokenizer, self.answers, self.prompts, config, is_over):
-                self.save_state(answer_seconds=seconds())
-                tokens = count.tokens
-                written = count.tokens / self.config.tokens if self.config.tokens else 0.0
-                note = f"{count.answers:,} answers, {count.tokens:,} tokens" if count.answers else ""
-                if written >= 1 and count.answers:
+            note = "the first batch"
+            config = AnswerConfig(batch_size=BATCH_SIZE.get(self.device.type, 48), seed=self.config.seed)
+            for count in write_answers(self._writer(), self.tokenizer, self.answers, self.prompts, config, is_over):
+                self.state.answer_seconds = spent()
+                self.save_state()
+                if count.answers:
+                    note = f"{count.answers:,} answers, {count.tokens:,} tokens"
+                if self.config.tokens and count.tokens >= self.config.tokens:
                     break
             show(1.0, note)
         self._check_answers(count)
         self._split(read_answers(self.answers))
-        return {}
 
     def _check_answers(self, count: AnswerCount) -> None:
         """Raises `ValueError` where there are none; says so where none of them ended."""
         if not count.answers:
-            least = max(least_minutes(Pace.read(self.state["pace"])), math.ceil(2 * (self.config.minutes or 0)))
             raise ValueError(
                 f"{self.config.minutes:g} minutes are too few for a batch of answers on this machine. The same call "
-                f"with `--minutes {least}` or more goes on."
+                f"with `--minutes {math.ceil(4 * (self.config.minutes or 0))}` or more goes on."
             )
         if not count.ended:
             self.say(
@@ -368,41 +343,42 @@ class _Run:
         for file, part in ((self.held_out, parts[True]), (self.trained_on, parts[False])):
             write_text(file, "".join(json.dumps(answer) + "\n" for answer in part))
 
-    def train(self) -> dict[str, Any]:
+    def train(self) -> None:
         """The adapter, from the newest checkpoint on."""
-        schedule, minutes = self.schedule, self.config.minutes
-        # Answers may have taken longer than their share: an adapter without training is of no use.
-        used = sum(self.state[f"{name}_seconds"] for name in ("measuring", "answer", "root")) / 60
-        left = None if minutes is None else max(minutes / 2, minutes - used) * (1 - self.state["root_share"])
+        answers, seconds = read_answers(self.trained_on), self.seconds
+        _, masks, root = self.shares()
+        # A larger budget trains the root head anew.
+        root_seconds = None if seconds is None else max(root * seconds - self.state.root_seconds, root * seconds / 2)
+        rows = ROWS_PER_TOKEN * sum(len(answer["response_ids"]) for answer in answers)  # about
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
-            minutes=left,
-            mask_rows=self.mask_rows,
-            batch_slots=schedule.batch_slots,
-            warmup_steps=schedule.warmup_steps,
+            minutes=None if seconds is None else masks * seconds / 60,
+            root_minutes=None if not root_seconds else root_seconds / 60,
+            mask_rows=None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens,
+            batch_slots=min(max(rows // STEPS, LEAST_SLOTS), MOST_SLOTS.get(self.device.type, 400)),
             seed=self.config.seed,
             disable_tqdm=True,
-            use_cpu=not self.is_gpu,
+            use_cpu=self.device.type != "cuda",
         )
-        held_out = _beginnings(read_answers(self.held_out), schedule.positions)
-        trainer = MaskAdapterTrainer(self.model, args, read_answers(self.trained_on), held_out, clock=self.clock)
+        positions = min(max(rows // ROWS_PER_POSITION, LEAST_POSITIONS), MOST_POSITIONS)
+        held_out = _beginnings(read_answers(self.held_out), positions)
+        trainer = MaskAdapterTrainer(self.model, args, answers, held_out, clock=self.clock)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
-        if schedule.evaluation_seconds:
-            trainer.budget.last["evaluation"] = schedule.evaluation_seconds
         has_checkpoint = any(Path(str(args.output_dir)).glob("checkpoint-*"))
         with stage(self.console, "[2/3] Training the mask adapter") as show:
-            progress = _ShowProgress(trainer, show)
+            progress = _ShowProgress(trainer, show, self.say, root / (masks + root))
             trainer.add_callback(progress)
             trainer.show_root = progress.on_root
             try:
                 trainer.train(resume_from_checkpoint=has_checkpoint)
             finally:
                 if trainer.root_seconds:
-                    self.save_state(root_seconds=self.state["root_seconds"] + trainer.root_seconds)
+                    self.state.root_seconds += trainer.root_seconds
+                    self.save_state()
             show(1.0, f"{trainer.budget.mask_rows:,} mask rows")
         save_mask_adapter(self.model, self.work / "adapter")
-        seconds = trainer.budget.seconds + self.state["root_seconds"]
-        return {"mask_rows": trainer.budget.mask_rows, "training_seconds": seconds}
+        self.state.mask_rows = trainer.budget.mask_rows
+        self.state.training_seconds = trainer.budget.seconds + self.state.root_seconds
 
     def publish(self) -> None:
         """The adapter where users look for it."""
@@ -410,44 +386,49 @@ class _Run:
             with written_whole(self.out / name) as unfinished:
                 shutil.copyfile(self.work / "adapter" / name, unfinished)
 
-    def measure(self, measure: Measure | None) -> dict[str, Any] | None:
-        """The table of the model card."""
-        held_out, (count, tokens) = read_answers(self.held_out), self.schedule.table
-        if measure is None or not held_out:
-            return None
-        if not count:
-            self.say("[3/3] No table: it would take longer than the budget allows. `wedlm report` makes one.")
-            return {"table": {}}
+    def measure(self, measure: Measure) -> None:
+        """The table of the model card: a few held-out prompts at least."""
+        self.model, self.state.table = None, {}  # its memory is free
+        prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)]
+        if not prompts:
+            return
         self.say("[3/3] Measuring …")
-        for name in ("model", "writer"):
-            self.__dict__.pop(name, None)  # its memory is free
         decoder = self.load(FASTEST)
         load_mask_adapter(decoder, self.out)
-        prompts = [answer["prompt_ids"] for answer in held_out[:count]]
-        table = measure(decoder, self.tokenizer, prompts, tokens)
-        notes = [*table.get("notes", ()), self._outlook()]
-        return {"table": {name: table[name] for name in ("caption", "columns", "rows")} | {"notes": notes}}
+        count, tokens = self._table_size(decoder, prompts[0])
+        table = measure(decoder, self.tokenizer, prompts[:count], tokens)
+        kept = {name: table[name] for name in ("caption", "columns", "rows")}
+        self.state.table = kept | {"notes": [*table.get("notes", ()), self._outlook()]}
+
+    def _table_size(self, decoder: Any, prompt: list[int]) -> tuple[int, int]:
+        """How many prompts the table may have, and new tokens of each: what fits into its share of the minutes."""
+        if self.seconds is None:
+            return TABLE_PROMPTS, TABLE_TOKENS
+        began, ids = self.clock(), torch.tensor([prompt], device=self.device)
+        new = decoder.generate(ids, strategy="ar", do_sample=False, max_new_tokens=16).shape[1] - ids.shape[1]
+        positions = TABLE_SHARE * self.seconds / max((self.clock() - began) / new, 1e-9) / DECODERS
+        count = int(positions / TABLE_TOKENS) - 1  # one more warms up
+        if count >= LEAST_PROMPTS:
+            return min(count, TABLE_PROMPTS), TABLE_TOKENS
+        return LEAST_PROMPTS, min(max(16, int(positions / (LEAST_PROMPTS + 1))), TABLE_TOKENS)
 
     def _outlook(self) -> str:
         """What a larger budget would bring."""
-        minutes, tokens, rows = self.config.minutes, self.config.tokens, self.state["mask_rows"]
+        minutes, tokens, rows = self.config.minutes, self.config.tokens, self.state.mask_rows
         twice = f"`--minutes {2 * minutes:g}`" if minutes else f"`--tokens {2 * tokens}`" if tokens else "more"
-        return (
-            f"{rows:,} mask rows were trained, and {twice} trains twice as many. SmolLM2-135M gave 1.1 tokens per "
-            "forward after 13,000, 1.5 after 85,000 and 2.0 after 1,400,000."
-        )
+        return f"{rows:,} mask rows were trained, and {twice} trains twice as many. {forecast(2 * rows)}"
 
     def finish(self, draw: Draw | None) -> dict[str, Any]:
         """The figure and the model card; returns what [`adapt`] does."""
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
-        settings = read_adapter_config(self.out)
-        entries, table = read_log(self.work / "training" / "log.jsonl"), self.state["table"]
-        curve, figure = acceptance_table(entries), None
+        settings, state = read_adapter_config(self.out), self.state
+        entries, curve, figure = read_log(self.work / "training" / "log.jsonl"), {}, None
+        curve = acceptance_table(entries)
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
             "held_out": len(held_out),
-            **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
+            **{name: getattr(state, name) for name in ("mask_rows", "training_seconds", "answer_seconds")},
             **{name: settings[name] for name in ("rank", "head_width", "root_width")},
             "seed": self.config.seed,
         }
@@ -455,24 +436,34 @@ class _Run:
             draw(entries, self.out)
             figure = "acceptance.png"
         asked = {"is_chat": self.tokenizer.chat_template is not None, "gguf_file": self.config.gguf_file}
-        card = model_card(self.base, str(self.out), facts | asked, curve, table, figure)
+        card = model_card(self.base, str(self.out), facts | asked, curve, state.table, figure)
         if not write_card(self.out, card):
             self.say(f"{self.out / CARD_NAME} was edited: it stays as it is.")
-        return {"output_dir": str(self.out), "base": self.base, **facts, "acceptance": curve, "table": table}
+        return {"output_dir": str(self.out), "base": self.base, **facts, "acceptance": curve, "table": state.table}
+
+
+def forecast(rows: int) -> str:
+    """What so many trained mask rows brought where that was measured."""
+    found = np.interp(math.log(max(rows, 1)), [0, *(math.log(known) for known in GAINS)], [1, *GAINS.values()])
+    return f"SmolLM2-135M decodes about {found:.1f} tokens per forward after {rows:,} rows."
 
 
 class _ShowProgress(TrainerCallback):
-    """Shows how much of the budget is used."""
+    """Shows how much of the budget is used, and once its pace is known, what it brings."""
 
-    def __init__(self, trainer: MaskAdapterTrainer, show: Show):
-        self.trainer, self.show, self.note, self.measured = trainer, show, "", 0
-        self.has_root = trainer.model.model.mask_adapter.root_head is not None
+    def __init__(self, trainer: MaskAdapterTrainer, show: Show, say: Callable[[str], None], root_share: float):
+        self.trainer, self.show, self.say, self.root_share = trainer, show, say, root_share
+        self.note, self.measured, self.has_forecast = "", 0, trainer.args.minutes is None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "accepted" in logs:
             self.note = f", {logs['accepted']:.2f} drafts accepted"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        budget, share = self.trainer.budget, self.trainer.budget.progress(args)
+        if not self.has_forecast and share >= 0.05:
+            self.has_forecast, rows = True, int(float(f"{budget.mask_rows / share:.2g}"))
+            self.say(f"About {rows:,} mask rows in all. {forecast(rows)}")
         self._show()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -483,14 +474,13 @@ class _ShowProgress(TrainerCallback):
         self.measured = 0
         self._show()
 
-    def on_root(self, rows: int, found: dict[str, float]) -> None:
+    def on_root(self, done: float, found: dict[str, float]) -> None:
         """Shows the training of the root head."""
-        done = min(1.0, rows / (ROOT_ROWS * self.trainer.budget.mask_rows))
         note = f"root head, {found['accuracy_root']:.0%} of drafts right" if found else "root head, reading answers"
-        self.show(1 - ROOT_SHARE * (1 - done), note)
+        self.show(1 - self.root_share * (1 - done), note)
 
     def _show(self, doing: str = "") -> None:
-        budget, share = self.trainer.budget, 1 - ROOT_SHARE * self.has_root
+        budget, share = self.trainer.budget, 1 - self.root_share
         self.show(share * budget.elapsed(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
 
 
@@ -504,12 +494,12 @@ def _beginnings(answers: Sequence[Answer], positions: int) -> list[Answer]:
     return kept
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """What a run wrote down. Raises `ValueError` for a damaged file."""
+def _read(file: Path, known: set[str] | None = None) -> dict[str, Any]:
+    """What a run wrote down, of `known` names alone. Raises `ValueError` for a damaged file."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError:
         content = None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content.keys() <= (known or content.keys()):
         raise ValueError(f"{str(file)!r} is damaged: choose a new folder.")
     return content

@@ -9,8 +9,11 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .pace import EVALUATION_SHARE, SAVING_SHARE, Clock
+Clock = Callable[[], float]
+"""Seconds since some moment, as `time.monotonic`."""
 
+EVALUATION_SHARE, SAVING_SHARE = 0.05, 0.02  # of the time, beside it, for all evaluations and all saves
+WARMUP = 0.1  # of the budget, at most
 _EVALUATION_STEP = 0.1  # of the budget, between two evaluations at least
 
 
@@ -25,7 +28,9 @@ class MaskTrainingConfig(TrainingArguments):
 
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's."})
-    warmup_steps: float = field(default=30, metadata={"help": "Optimizer steps of linear warm-up."})
+    warmup_steps: float = field(
+        default=30, metadata={"help": "Optimizer steps of linear warm-up, or a tenth of the budget if that is less."}
+    )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "'cosine' or 'linear'."})
     num_train_epochs: float = field(default=10_000.0, metadata={"help": "Passes over answers; the budget ends it."})
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Batches of answers: leave it at 1."})
@@ -40,6 +45,9 @@ class MaskTrainingConfig(TrainingArguments):
 
     minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
     mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
+    root_minutes: float | None = field(
+        default=None, metadata={"help": "Minutes for the root head at most; it sees four rows for each mask row."}
+    )
     save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
     num_masks: int | None = field(default=None, metadata={"help": "K, masks after each cut; default: the adapter's."})
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
@@ -53,7 +61,7 @@ class MaskTrainingConfig(TrainingArguments):
             raise ValueError("Training needs a budget: `minutes` or `mask_rows`.")
         if self.gradient_checkpointing:
             raise ValueError("`gradient_checkpointing` must be False: only mask rows keep activations.")
-        for name in ("minutes", "mask_rows", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
+        for name in ("minutes", "mask_rows", "root_minutes", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be a finite number greater than 0, got {value}.")
         curve, more = self.lr_scheduler_type, self.lr_scheduler_kwargs
@@ -103,7 +111,8 @@ class Budget(TrainerCallback, ExportableState):
         """The share of the peak at a step: linear warm-up, then a curve of the share of the budget that is used."""
         used = self.progress(args)
         shape = 0.5 * (1 + math.cos(math.pi * used)) if args.lr_scheduler_type == "cosine" else 1 - used
-        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(args.final_learning_rate, shape)
+        warm = max((step + 1) / max(1, args.warmup_steps), used / WARMUP)
+        return min(1.0, warm) * max(args.final_learning_rate, shape)
 
     def elapsed(self, args: MaskTrainingConfig) -> float:
         """The share of the time that has passed, with what is spent beside training."""

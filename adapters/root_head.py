@@ -7,6 +7,7 @@ costs less than a step on a few masks: apart from them, the head gets many steps
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from .budget import Clock
 from .distillation import MaskDistillation
 from .layout import AnswerTokens
 
@@ -30,11 +32,11 @@ HELD_OUT = 32  # answers at most, and no more than every tenth, that tell whethe
 MOST_BYTES = 3 * 2**30  # of states: with more answers, some are left out
 _PART = 4096  # tokens whose states are computed at once, about
 
-ShowRows = Callable[[int, dict[str, float]], None]
-"""Gets how many rows were trained, and what was measured last: nothing yet while states are computed."""
+ShowRoot = Callable[[float, dict[str, float]], None]
+"""Gets the share of the training that is done, and what was measured last: nothing yet while states are computed."""
 
 
-def ignore(rows: int, found: dict[str, float]) -> None:
+def ignore(share: float, found: dict[str, float]) -> None:
     """Shows nothing."""
 
 
@@ -46,18 +48,27 @@ class RootRows(NamedTuple):
     places: torch.Tensor  # `(R,)` int64, the rows with a row of the same answer behind, whose distribution they learn
 
 
-def root_rows(distillation: MaskDistillation, answers: Sequence[AnswerTokens], show: ShowRows = ignore) -> RootRows:
-    """What the root head learns from answers."""
+def root_rows(
+    distillation: MaskDistillation,
+    answers: Sequence[AnswerTokens],
+    show: ShowRoot = ignore,
+    is_over: Callable[[], bool] = lambda: False,
+) -> RootRows:
+    """What the root head learns from answers: from all of them, or from those that were read once it is over."""
     states, tokens, has_next = [], [], []
-    for part in _parts(answers):
+    parts = list(_parts(answers))
+    # Short ones lie in other parts than long ones: those that are read are of all lengths.
+    for place in torch.randperm(len(parts), generator=torch.Generator().manual_seed(0)).tolist():
         show(0, {})
-        texts = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in part]
+        texts = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in parts[place]]
         hidden = distillation.hidden(pad_sequence(texts, batch_first=True).to(distillation.model.device))
-        for answer, text, own in zip(part, texts, hidden, strict=True):
+        for answer, text, own in zip(parts[place], texts, hidden, strict=True):
             first, end = len(answer["prompt_ids"]) - 1, len(text) - 1
             states.append(own[first:end].to("cpu", copy=True))  # not a view, which would keep all of them
             tokens.append(torch.stack([text[first:end], text[first + 1 :]], 1))
             has_next.append(torch.arange(first, end) < end - 1)
+        if is_over():
+            break
     return RootRows(torch.cat(states), torch.cat(tokens), torch.cat(has_next).nonzero()[:, 0])
 
 
@@ -82,7 +93,10 @@ def train_root_head(
     answers: Sequence[AnswerTokens],
     count: int,
     seed: int = 0,
-    show: ShowRows = ignore,
+    show: ShowRoot = ignore,
+    *,
+    seconds: float | None = None,
+    clock: Clock = time.monotonic,
 ) -> dict[str, float]:
     """Trains the root head of a mask adapter on answers of its model.
 
@@ -95,23 +109,31 @@ def train_root_head(
         count: rows to train, each counted as often as it is seen.
         seed: of the batches, and of the answers that are held out.
         show: called before each part of the states that are computed, and after each step.
+        seconds: after which it ends, though fewer rows were trained; the learning rate follows what is used up first.
+        clock: measures them.
 
     Returns:
         On the answers that are held out, the `loss_root` in nats, and how often the likeliest token is the base's
         (`accuracy_root`).
     """
     head = distillation.model.mask_adapter.root_head
+    began = clock()
     learned, held_out = _split(distillation, answers, seed)
-    batches, tests = (Batches(distillation, root_rows(distillation, some, show)) for some in (learned, held_out))
+    tests = Batches(distillation, root_rows(distillation, held_out, show))
+    half = math.inf if seconds is None else seconds / 2
+    batches = Batches(distillation, root_rows(distillation, learned, show, lambda: clock() - began > half))
     kept = {key: value.clone() for key, value in head.state_dict().items()}
     before = found = tests.measure()
     generator = torch.Generator().manual_seed(seed)
     decay = min(MOST_DECAY, BATCH / (DECAY_PASSES * LEARNING_RATE * len(batches)))
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=decay)
-    steps = -(-count // BATCH)
+    steps, step = -(-count // BATCH), 0
+    used = 0.0 if steps else 1.0
     show(0, before)
-    for step in range(steps):
-        shape = min((step + 1) / (WARMUP * steps), max(0.03, 0.5 * (1 + math.cos(math.pi * step / steps))))
+    if seconds is not None:  # the states took a part of them
+        seconds, began = max(seconds - (clock() - began), half / 2), clock()
+    while used < 1:
+        shape = min((used + 1 / steps) / WARMUP, max(0.03, 0.5 * (1 + math.cos(math.pi * used))))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * shape
         loss, _ = batches.loss(torch.randint(len(batches), (BATCH,), generator=generator))
@@ -119,9 +141,11 @@ def train_root_head(
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % MEASURED == 0 or step == steps - 1:
+        step += 1
+        used = max(step / steps, (clock() - began) / seconds if seconds else 0.0)
+        if step % MEASURED == 0 or used >= 1:
             found = tests.measure()
-        show((step + 1) * BATCH, found)
+        show(min(used, 1.0), found)
     if not found["loss_root"] <= before["loss_root"]:  # it may be NaN
         head.load_state_dict(kept)
         return before

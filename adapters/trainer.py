@@ -21,12 +21,11 @@ from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .attach import attached_in, check_answers, save_mask_adapter
-from .budget import Budget, MaskTrainingConfig
+from .budget import Budget, Clock, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
 from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
-from .pace import Clock
-from .root_head import ROOT_ROWS, ShowRows, ignore, train_root_head
+from .root_head import ROOT_ROWS, ShowRoot, ignore, train_root_head
 
 
 class _Epochs(TrainerCallback):
@@ -96,7 +95,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks
-        self.show_root: ShowRows = ignore
+        self.show_root: ShowRoot = ignore
         self.root_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.restate(num_masks=masks)
@@ -130,7 +129,9 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             root_head.draft_among(answers)
             try:
                 if is_first := self.is_world_process_zero():
-                    self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
+                    minutes = self.args.root_minutes
+                    how: dict[str, Any] = {"seconds": minutes and 60 * minutes, "clock": self._clock}
+                    self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root, **how))
                 for parameter in trained:
                     parameter.data.copy_(self.accelerator.reduce(parameter.data * is_first, "sum"))
             finally:

@@ -196,10 +196,10 @@ def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     model, some = rooted(), answers(3)
     before = copy.deepcopy(model.mask_adapter.root_head.state_dict())
     monkeypatch.setattr(root_head, "LEARNING_RATE", 50.0)
-    shown: list[int] = []
-    found = train_root_head(MaskDistillation(model, K), some, 1100, show=lambda rows, found: shown.append(rows))
+    shown: list[float] = []
+    found = train_root_head(MaskDistillation(model, K), some, 1100, show=lambda share, found: shown.append(share))
     after = model.mask_adapter.root_head.state_dict()
-    assert list(dict.fromkeys(shown)) == [0, 512, 1024, 1536] and all(
+    assert list(dict.fromkeys(shown)) == [0, 1 / 3, 2 / 3, 1] and all(
         after[name].equal(before[name]) for name in before
     )
     assert found == train_root_head(MaskDistillation(model, K), some, 0)
