@@ -1,6 +1,7 @@
 """The model card that `wedlm adapt` writes beside an adapter: what it is, how to use it, what was measured."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,13 @@ def model_card(
         **stated,
     }
     folder, gguf_file, _ = split_source(base, facts["gguf_file"])
-    # No path of this machine.
     name = base if is_hub_id(base) else Path(base).absolute().stem
-    folder = folder if is_hub_id(folder) else Path(folder).absolute().name
+    # The code runs where `wedlm adapt` ran, and shows no absolute path, which is of this machine alone.
+    folder, adapter = (
+        each if is_hub_id(each) else Path(os.path.relpath(each)).as_posix() for each in (folder, adapter)
+    )
     template = Path(__file__).with_suffix(".jinja")
     made: dict[str, Any] = {**facts, "curve": curve, "figure": figure, "table": table, "gguf_file": gguf_file}
-    adapter = Path(adapter).absolute().name
     return render(template, metadata, name=name, folder=folder, adapter=adapter, repr=json.dumps, **made)
 
 

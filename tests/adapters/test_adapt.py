@@ -149,7 +149,7 @@ def test_a_run_that_a_full_disk_stops_and_then_somebody_in_each_stage_goes_on(tm
     lock = FileLock(tmp_path / "out" / "work" / "_lock")
     run_until("answer", monkeypatch, tmp_path, base, stop=lambda *_: lock.acquire(blocking=False))  # it is held
     for stage in ("answer", "_split", "train", "publish", "measure", "finish"):
-        run_until(stage, monkeypatch, tmp_path, base)
+        run_until(stage, monkeypatch, tmp_path, base, measure=Mock(return_value=TABLE))
     out, _ = run(tmp_path, base)
     assert weights(out) == weights(whole.out)
     for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
@@ -199,7 +199,8 @@ def test_answers_and_adapters_of_other_runs_are_taken_further(tmp_path, base, wh
         run(tmp_path, write_base(tmp_path / "other" / "llama", seed=1), "out2", **options)
 
 
-def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
+def test_the_command_makes_an_adapter_with_its_table_and_a_card_whose_code_runs(tmp_path, base, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     words = ["--tokens", "60", "--rank", "2", "--head-width", "0", "--device", "cpu"]
     prompts = ["--prompts", str(tmp_path / "prompts.txt")]
     result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
@@ -213,6 +214,8 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     assert "| decoder | tokens per forward |" in card and "trains twice as many" in card
     assert str(tmp_path) not in card and "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    exec(card.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, monkeypatch):
@@ -267,13 +270,14 @@ def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
     assert f"None of the {count} answers ended within 192 tokens" in shown
 
 
-def test_the_card_of_an_adapter_for_a_gguf_file_loads_that_file(tmp_path):
+def test_the_card_of_an_adapter_for_a_gguf_file_loads_that_file(tmp_path, monkeypatch):
     facts = {"answers": 1, "answer_tokens": 9, "held_out": 1, "mask_rows": 54, "training_seconds": 1.0}
     facts |= {"answer_seconds": 1.0, "rank": 2, "head_width": 0, "seed": 0, "is_chat": False, "gguf_file": None}
     file = tmp_path / "models" / "tiny.gguf"
     file.parent.mkdir()
     file.touch()
-    card = model_card(str(file), str(tmp_path / "out"), facts, {"columns": [], "rows": []}, {})
+    monkeypatch.chdir(tmp_path)
+    card = model_card(str(file), str(tmp_path / "runs" / "out"), facts, {"columns": [], "rows": []}, {})
     assert 'source = {"pretrained_model_name_or_path": "models", "gguf_file": "tiny.gguf"}' in card
-    assert card.count(".from_pretrained(**source)") == 2 and 'load_mask_adapter(model, "out")' in card
+    assert card.count(".from_pretrained(**source)") == 2 and 'load_mask_adapter(model, "runs/out")' in card
     assert str(tmp_path) not in card
