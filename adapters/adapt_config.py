@@ -14,8 +14,8 @@ class AdaptConfig:
     What [`adapt`] is to do; the first line is the title of its options in `wedlm adapt --help`.
 
     Args:
-        minutes: budget in minutes of work, over all runs; how they are divided follows from what the machine is
-            measured to do.
+        minutes: budget in minutes of work, over all runs: a fifth for answers, a tenth for the root head, the rest for
+            masks and for measuring.
         tokens: budget in tokens of answers; training then takes three mask rows for each of them.
         prompts: prompts, one a line, or .jsonl with `prompt` or `messages`; default: the model writes its own.
         answers: file of the model's own answers, such as work/answers.jsonl of another run: no others are written.
