@@ -1,6 +1,7 @@
 """Commands that decode: generate, report, serve."""
 
 import shlex
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,6 +122,7 @@ LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 @command(
+    "wedlm serve --open",
     "wedlm serve my-wedlm --verification exact --port 8000",
     "wedlm serve my-base --adapter my-adapter --verification exact",
 )
@@ -141,8 +143,9 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin of pages that may ask from a browser, or * for all; may be repeated."),
     ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Serve a model to OpenAI clients on this machine: chat and text completions, streaming or not.
+    """Serve a model to OpenAI clients, and on a page in the browser: a conversation, a race of decoders, replays.
 
     The decoding options are for requests that do not choose for themselves.
     """
@@ -159,4 +162,6 @@ def serve(
         app = build_app(name, loaded, tokenizer, settings, api_key, cors_origin or ())
         if api_key is None and host not in LOCAL_HOSTS:
             typer.echo("Everyone who reaches this address may ask: pass `--api-key`, or set WEDLM_API_KEY.", err=True)
-        run(app, listening, f"{name}: {address}/v1")
+        if open_page:
+            webbrowser.open(address)  # which waits: the socket listens already
+        run(app, listening, f"{name}: {address}/v1, and a page at {address}")

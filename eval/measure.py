@@ -202,10 +202,9 @@ def decode_call(
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
         held = torch.cuda.memory_allocated(model.device)
+    flags = {} if "generation_config" in options else {"return_dict_in_generate": True}  # one of them asks for it
     with ForwardCounter(model) as counter:
-        output = untyped.generate(
-            **inputs, tokenizer=tokenizer, streamer=streamer or clock, return_dict_in_generate=True, **options
-        )
+        output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=streamer or clock, **flags, **options)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
     answers = [row["tokens"] for row in rows]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(rows)

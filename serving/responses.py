@@ -106,9 +106,9 @@ class Response:
 
         return made
 
-    async def chunks(self, includes_usage: bool) -> AsyncIterator[str]:
+    async def chunks(self, includes_usage: bool, counts_always: bool = False) -> AsyncIterator[str]:
         """The lines of a stream. The last chunk has the usage; where a client asks to include it, the usage has a
-        chunk of its own, as in OpenAI's API."""
+        chunk of its own, as in OpenAI's API; with `counts_always` every chunk has that of all tokens so far."""
         about = {**self.about, "object": self.names[1]} | ({"usage": None} if includes_usage else {})
         try:
             for index in range(len(self.answers)):
@@ -118,7 +118,7 @@ class Response:
                 choice = self.choice(index, [] if item is None else [item], chances, True)
                 reason = self.answers[index].finish_reason if item is None else None
                 chunk = {**about, "choices": [choice | {"finish_reason": reason}]}
-                if not self.left and not includes_usage:
+                if counts_always or (not self.left and not includes_usage):
                     chunk["usage"] = self.usage()
                 yield _line(chunk)
             if includes_usage:

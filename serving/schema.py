@@ -69,6 +69,7 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as vLLM has it: in every chunk
 
 
 # Settings of parallel decoding, which `WeDLMGenerationSettings` checks, and fields on which no answer depends.

@@ -31,6 +31,8 @@ from uvicorn.config import LOGGING_CONFIG
 from ..generation.settings import SETTING_NAMES
 from .calls import Answer, CallManager, RequestError, as_request_error, log
 from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
+from .page import page
+from .page.page import Replays
 from .responses import Response, Vocabulary
 
 READERS = 32  # requests that are read at a time: each of them may take seconds
@@ -66,7 +68,7 @@ class Desk:
     def __init__(self, served: ServedModel, calls: CallManager):
         self.served, self.calls = served, calls
         self.vocabulary = Vocabulary(served.tokenizer)
-        self.running = WeakSet[Answer]()
+        self.running = WeakSet[Any]()  # answers and replays
         # Reading takes time where a prompt is long: the event loop, and with it all streams, would wait.
         self.readers = ThreadPoolExecutor(READERS, "wedlm-read")
 
@@ -101,8 +103,9 @@ class Desk:
             await response.begin()
         finally:
             listener.cancel()  # a stream listens itself
-        includes_usage = bool(asks.stream_options and asks.stream_options.include_usage)
-        return StreamingResponse(response.chunks(includes_usage), media_type="text/event-stream")
+        wanted = asks.stream_options
+        usage = (bool(wanted and wanted.include_usage), bool(wanted and wanted.continuous_usage_stats))
+        return StreamingResponse(response.chunks(*usage), media_type="text/event-stream")
 
 
 def build_app(
@@ -132,6 +135,7 @@ def build_app(
     app = FastAPI(title="wedlm serve")
     app.state.desk = Desk(served, CallManager(model))
     _add_routes(app, app.state.desk, served)
+    _add_page(app, app.state.desk)
     for kind in (RequestError, ValueError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
     if api_key is not None:
@@ -199,6 +203,24 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
         return {"status": "ok"}
 
 
+def _add_page(app: FastAPI, desk: Desk) -> None:
+    """The page for people, and what it asks beside OpenAI's routes."""
+    served = desk.served
+    endpoint = ChatEndpoint(served) if served.tokenizer.chat_template else TextEndpoint(served)
+    replays = Replays(served, desk.calls, endpoint)
+    app.add_api_route("/", page.html, include_in_schema=False)
+    app.add_api_route("/page/replay", page.empty_replay, include_in_schema=False)
+
+    @app.get("/page/about", include_in_schema=False)
+    def about() -> dict[str, Any]:
+        return page.about(served)
+
+    @app.post("/page/replay", include_in_schema=False)
+    async def replay(request: Request, with_ar: bool = False) -> Any:
+        body = await read_body(request, served.most_characters + MOST_BYTES_BESIDE)
+        return await replays.answer(body, with_ar, desk.running.add)
+
+
 class WithRequestId:
     """Gives each request an id, the client's own if it sends a plain one, and each response its header."""
 
@@ -223,14 +245,14 @@ class WithRequestId:
 
 
 class WithKey:
-    """Refuses requests without the key, but for `/health`."""
+    """Refuses requests without the key, but for `/health` and the page, which asks for it."""
 
     def __init__(self, app: Any, key: str):
         self.app, self.expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers a request, as ASGI has it."""
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in ("/health", "/"):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, self.expected):
                 error = RequestError("The API key is missing or wrong.", 401, "invalid_api_key")

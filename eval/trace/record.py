@@ -1,9 +1,11 @@
 """Decodes prompts and keeps every step, next to AR decoding of the same prompts at the same clock."""
 
+import copy
 import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from statistics import median
 from typing import Any, Literal
@@ -37,43 +39,84 @@ def record(
     model_name: str,
     repeats: int = 5,
     title: str = "",
-    digests: dict[str, str] | None = None,
-    streamer: Callable[[str], BaseStreamer] | None = None,
 ) -> Trace:
-    """Decode prompts and keep every step.
-
-    Each prompt is decoded once to record its steps and then `repeats` times, decoders in turn, to measure their times:
-    recording takes time, and so does a first call. Without repeats, the times are those of the recorded call. While
-    the speed is impossible (see [`Speed`]), up to five turns are taken.
-
-    `digests` are the model's [`fingerprint`], where it is known already; `streamer` is called with the strategy before
-    each recorded call, and what it returns gets the tokens as they come. Raises `ValueError` for a strategy that has
-    no steps to show, and whatever `generate` refuses.
-    """
+    """Decode prompts and keep every step: see [`record_prompt`]. Raises `ValueError` for a strategy that has no steps
+    to show, and whatever `generate` refuses."""
     if request.options["strategy"] == AR:
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
     recordings = []
     for prompt, tokens in track(request.encode(model, tokenizer), title):
         decoders = request.decoders(model, len(tokens))
-        calls: dict[str, list[Call]] = {name: [] for name in decoders}
-        for turn in itertools.count():
-            if turn > repeats:  # recorded calls count only where there are no others
-                own, *ar = (in_turn([call[0][0] for call in some[1:] or some]) for some in calls.values())
-                if turn > MOST_TURNS or not ar or Speed.of(ar, [own]).is_possible:
-                    break
-            for name, options in decoders.items():
-                kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
-                stream = None if turn or streamer is None else streamer(name)
-                call = decode_call(model, tokenizer, [tokens], {**options, **kept}, stream, seed=request.seed)
-                calls[name].append(call)
-        runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
-        recordings.append(Recording(prompt, tokens, runs))
+        made = record_prompt(model, tokenizer, prompt, tokens, decoders, repeats=repeats, seed=request.seed)
+        recordings.append(made)
+    return trace_of(model, tokenizer, recordings, model_name=model_name, seed=request.seed)
+
+
+def record_prompt(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    tokens: list[int],
+    decoders: Mapping[str, Options],
+    *,
+    repeats: int,
+    seed: int,
+    processors: Callable[[], Any] | None = None,
+    streamer: Callable[[str], BaseStreamer] | None = None,
+    run: Callable[[Callable[[], Call]], Call] = lambda call: call(),
+) -> Recording:
+    """Decode a prompt (text and tokens) with each decoder (keywords of `generate` by strategy), and keep every step.
+
+    It is decoded once to record its steps and then `repeats` times, decoders in turn, to measure their times:
+    recording takes time, and so does a first call. Without repeats, the times are those of the recorded call. While
+    the speed is impossible (see [`Speed`]), up to five turns are taken.
+
+    `processors` makes a logits processor for each call; `streamer` is called with the strategy before each recorded
+    call, and what it returns gets the tokens as they come; `run` makes the calls, on another thread, say.
+    """
+    calls: dict[str, list[Call]] = {name: [] for name in decoders}
+    for turn in itertools.count():
+        if turn > repeats:  # recorded calls count only where there are no others
+            own, *ar = (in_turn([call[0][0] for call in some[1:] or some]) for some in calls.values())
+            if turn > MOST_TURNS or not ar or Speed.of(ar, [own]).is_possible:
+                break
+        for name, options in decoders.items():
+            own = _keeping(options, name) if not turn else dict(options)
+            own |= {"logits_processor": [processors()]} if processors else {}
+            stream = None if turn or streamer is None else streamer(name)
+            call = partial(decode_call, model, tokenizer, [tokens], own, stream, seed=seed)
+            calls[name].append(run(call))
+    runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
+    return Recording(prompt, tokens, runs)
+
+
+def _keeping(options: Options, name: str) -> dict[str, Any]:
+    """The keywords with which `generate` keeps what is recorded."""
+    if name != AR:
+        return {**options, "output_trace": True}
+    if (config := options.get("generation_config")) is None:
+        return {**options, "output_logits": True}
+    config = copy.copy(config)  # transformers takes settings of its own from there, or as keywords
+    config.output_logits = True
+    return {**options, "generation_config": config}
+
+
+def trace_of(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    recordings: list[Recording],
+    *,
+    model_name: str,
+    seed: int,
+    digests: dict[str, str] | None = None,
+) -> Trace:
+    """Recordings with what they need to be read; `digests` are the model's [`fingerprint`], where it is known."""
     ids = set[int]().union(*(recording.token_ids for recording in recordings))
     return Trace(
         model=model_name,
-        fingerprint=digests or fingerprint(model, tokenizer),
+        fingerprint=fingerprint(model, tokenizer) if digests is None else digests,
         environment=dict(environment(model)),
-        seed=request.seed,
+        seed=seed,
         vocabulary={str(token): token_text(tokenizer, token) for token in sorted(ids)},
         special=sorted(ids & set(tokenizer.all_special_ids)),
         recordings=recordings,
@@ -91,16 +134,14 @@ def _run(
     ((decoding,), output, counter), *timed = calls
     clocks = [call[2].moments for call in timed if len(call[2].moments) == len(counter.moments)]
     *starts, seconds = [round(median(moments), 7) for moments in zip(*(clocks or [counter.moments]), strict=True)]
-    shown = {"strategy": options["strategy"]}
-    shown |= {name: value for name, value in options.items() if name not in SETTING_NAMES}
+    stored: Any = options.get("generation_config")
+    shown = {"strategy": options["strategy"], **(stored.to_diff_dict() if stored else {})}
+    shown |= {name: value for name, value in options.items() if name not in (*SETTING_NAMES, "generation_config")}
     if options["strategy"] == AR:
         steps = _ar_steps(prompt, decoding.tokens, starts, torch.cat(output.logits).float())
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:
-        config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
-        settings = WeDLMGenerationSettings.from_generation_config(
-            config, model.config, needs_mask_token=not model.has_mask_adapter
-        )
+        settings = settings_in_effect(model, options)
         shown |= {name: value for name, value in vars(settings).items() if name != "output_trace"}
         steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
         counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
@@ -116,6 +157,14 @@ def _run(
         turns=[round(call[0][0].seconds, 7) for call in timed],
         stats=dict(zip(COUNTS, counts, strict=True)),
     )
+
+
+def settings_in_effect(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
+    """Those that `generate` decodes with, with these keywords. Raises `ValueError` for what it refuses."""
+    rest = {name: value for name, value in options.items() if name != "generation_config"}
+    config = model._prepare_generation_config(options.get("generation_config"), **rest)[0]
+    needs_mask_token = not model.has_mask_adapter
+    return WeDLMGenerationSettings.from_generation_config(config, model.config, needs_mask_token=needs_mask_token)
 
 
 def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: Any) -> list[RecordedForward]:
