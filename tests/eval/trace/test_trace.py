@@ -338,7 +338,7 @@ def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
     run, ar = trace.recordings[0].runs
     controls = page.locator("button, select, input")
     names = controls.evaluate_all("all => all.map(node => node.ariaLabel || node.labels[0])")
-    assert len(names) == 10 and all(names)
+    assert len(names) == 11 and all(names)
 
     def forwards():
         return tuple(int(number_of(page, name, "forwards")) for name in ("wedlm", "ar"))
