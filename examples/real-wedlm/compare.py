@@ -1,0 +1,136 @@
+"""Which road for which budget: two fine-tunes of SmolLM2-135M-Instruct, decoded in all ways that there are.
+
+    python examples/real-wedlm/compare.py --task extraction --count 40 --seed 1
+    python examples/real-wedlm/compare.py --task reasoning --count 300 --json > reasoning.json
+    python examples/real-wedlm/compare.py --draw extraction.json reasoning.json
+
+Both fine-tunes have the same base, data, rank of LoRA and minutes of training. `sft` is TRL's: `sft ar` is plain
+`generate`, `sft+adapter exact` with the mask adapter of examples/smollm2, which was never trained for it. `wedlm` is
+trained by dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream).
+
+The published weights are decoded, or with `--run` those that train.py wrote into a folder. Problems that are decoded
+never occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
+"""
+
+import argparse
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from wedlm_hf import load_mask_adapter
+from wedlm_hf.checkpoints.loading import FASTEST, load_model, load_tokenizer
+from wedlm_hf.eval.compare import compare
+from wedlm_hf.eval.decoders import BLOCK, DECODERS, EXACT, WEDLM
+from wedlm_hf.eval.prompts import Prompt
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+import data  # noqa: E402
+from train import METHODS, whole_model  # noqa: E402
+
+ADAPTER = HERE.parent / "smollm2"
+METRICS = {"extraction": "json", "reasoning": "number"}
+LONGEST = 320  # new tokens: no answer is longer
+THRESHOLDS, PENALTIES = (0.05, 0.2, 0.4), (0.02, 0.1)  # τ in nats, λ in nats per position
+SHOWN = {"decoder": "decoder", "right": "right, %", "tokens_per_forward": "tokens per forward"}
+SHOWN |= {"tokens_per_second": "tokens per second"}
+
+
+def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Keywords of `generate` by name; `model` among them."""
+    found = {
+        "sft ar": {"model": models["sft"], "strategy": "ar"},
+        "sft+adapter exact": {"model": models["sft+adapter"], **DECODERS[EXACT]},
+        "wedlm ar": {"model": models["wedlm"], "strategy": "ar"},
+        "wedlm exact": {"model": models["wedlm"], **DECODERS[EXACT]},
+    }
+    middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
+    found["wedlm block"] = {"model": models["wedlm"], **DECODERS[BLOCK], **middle}
+    for tau, penalty in product(THRESHOLDS, PENALTIES):
+        settings = {"entropy_threshold": tau, "distance_penalty": penalty}
+        found[f"wedlm none τ={tau:g} λ={penalty:g}"] = {"model": models["wedlm"], **DECODERS[WEDLM], **settings}
+    return found
+
+
+def load(folder: Path, run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
+    """The models by name, and their tokenizer."""
+    models = {}
+    for method in METHODS:
+        lora = (run or HERE) / method
+        if not (lora / "adapter_config.json").exists():
+            raise OSError(f"There are no weights in {lora}: train them (train.py --method {method}).")
+        path = str(whole_model(method, lora, run or folder))
+        models[method] = load_model(path, dtype=dtype)
+        tokenizer = load_tokenizer(path)
+    models["sft+adapter"] = load_model(str(whole_model("sft", (run or HERE) / "sft", run or folder)), dtype=dtype)
+    load_mask_adapter(models["sft+adapter"], ADAPTER, any_base=True)
+    return models, tokenizer
+
+
+def draw(found: list[list[dict[str, Any]]], file: Path) -> None:
+    """Right answers against tokens per forward and per second, a row of panels for each task."""
+    figure, panels = plt.subplots(len(found), 2, figsize=(11, 4.2 * len(found)), squeeze=False, layout="constrained")
+    for rows, pair in zip(found, panels, strict=True):
+        table = pd.DataFrame(rows)
+        for panel, name in zip(pair, ("tokens_per_forward", "tokens_per_second"), strict=True):
+            for kind, part in table.groupby(table["decoder"].str.replace(r" τ.*", "", regex=True), sort=False):
+                panel.errorbar(
+                    part[name], 100 * part["right"], 100 * part["right_error"].fillna(0).astype(float),
+                    part[f"{name}_error"].fillna(0).astype(float), "o", label=kind, capsize=2,
+                )  # fmt: skip
+            panel.set(xlabel=name.replace("_", " "), ylabel="right answers, %", title=table["task"][0])
+            panel.grid(alpha=0.3)
+    panels[0, 0].legend(fontsize=8)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=data.TASKS)
+    parser.add_argument("--count", type=int, default=40, help="problems to decode")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published weights")
+    parser.add_argument("--output", type=Path, default=Path("build/real-wedlm"), help="where whole models are kept")
+    parser.add_argument("--draw", type=Path, nargs="+", help="draw what earlier calls printed with --json, and stop")
+    options = parser.parse_args()
+    if options.draw:
+        draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], options.output / "compare.png")
+        print(f"Drawn in {options.output / 'compare.png'}.")
+        return
+    if options.task is None:
+        parser.error("--task is needed: extraction or reasoning")
+    data.check()
+    problems = data.held_out_problems(options.task, options.count, options.seed)
+    models, tokenizer = load(options.output, options.run, options.dtype)
+    prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
+    rows = compare(models["wedlm"], tokenizer, prompts, decoders(models), title=f"{options.task} problems")
+    rows = [{"task": options.task, "count": options.count, "seed": options.seed, **row} for row in rows]
+    if options.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    table = Table(*SHOWN.values(), title=f"{options.count} held-out problems, {options.task}")
+    for row in rows:
+        cells = []
+        for name in list(SHOWN)[1:]:
+            scale, error = (100 if name == "right" else 1), row[f"{name}_error"]
+            cells.append(f"{scale * row[name]:.3g}" + (f" ± {scale * error:.2g}" if error is not None else ""))
+        table.add_row(row["decoder"], *cells)
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row["advice"]:
+            console.print(f"{row['decoder']}: {row['advice']}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

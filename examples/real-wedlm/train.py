@@ -1,0 +1,195 @@
+"""Trains SmolLM2-135M-Instruct into a WeDLM model that reasons and extracts, or into a plain AR model beside it.
+
+What it does: fetches the base, converts it, and trains a LoRA by dual-stream masking on the problems of data.py;
+`--method sft` trains a LoRA of the same rank by TRL's own SFTTrainer, on the same problems in the same order. Both run
+for `--minutes` in all, go on where an earlier run of the same command ended, and give way to other programs.
+
+Against the paper (examples/recipes has its settings): a LoRA in place of all weights, blocks of 16 instead of 32, most
+of them masked from a random token to their end, as decoding meets them, and two prediction copies of each example.
+
+    python examples/real-wedlm/train.py --minutes 20           # the whole road: data, training, table
+    python examples/real-wedlm/train.py --minutes 600
+    python examples/real-wedlm/train.py --method sft --minutes 600
+
+Hardware: two CPU cores make 8 examples in some 15 seconds. The published weights are in the folders beside this file.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.checkpoints.files import write_text
+from wedlm_hf.checkpoints.loading import load_model
+from wedlm_hf.modeling_wedlm.convert import convert
+from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "smollm2")]
+import data  # noqa: E402
+from smollm2 import FOLDER, fetch  # noqa: E402
+
+METHODS = ("wedlm", "sft")
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+BOTH: dict[str, Any] = {
+    "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_train_epochs": 1, "max_length": 512,
+    "save_strategy": "steps", "save_steps": 25, "save_total_limit": 2, "logging_steps": 5, "report_to": "none",
+}  # fmt: skip
+MASKS: dict[str, Any] = {
+    "block_size": 16, "suffix_probability": 0.7, "num_copies": 2, "ratio_sampler": "stratified", "num_eos": 4,
+}  # fmt: skip
+DECAY = 0.2  # the share of the minutes in which the learning rate falls to a tenth
+
+
+class Minutes(TrainerCallback, ExportableState):
+    """Ends training after so many minutes of all runs together, and lowers the learning rate before."""
+
+    def __init__(self, minutes: float, seconds: float):
+        self.minutes, self.seconds = minutes, seconds
+        self._moment = time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts the clock."""
+        self._moment = time.monotonic()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Lowers the learning rate where the minutes end."""
+        left = max(0.0, 1 - self.seconds / (60 * self.minutes))
+        for group in optimizer.param_groups:
+            group["lr"] *= max(0.1, min(1.0, left / DECAY))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts, and stops in time."""
+        moment = time.monotonic()
+        self.seconds, self._moment = self.seconds + moment - self._moment, moment
+        if self.seconds >= 60 * self.minutes:
+            control.should_training_stop = control.should_save = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"args": {}, "attributes": {"seconds": self.seconds}}
+
+    @staticmethod
+    def seconds_of(checkpoint: str | None) -> float:
+        """Seconds of training behind a checkpoint."""
+        if checkpoint is None:
+            return 0.0
+        state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        return float(state["stateful_callbacks"][Minutes.__name__]["attributes"]["seconds"])
+
+
+def base(folder: Path) -> Path:
+    """The base as a WeDLM checkpoint, converted once."""
+    wanted = folder / "base"
+    if not (wanted / "config.json").exists():
+        conversion = convert(str(fetch(FOLDER)))
+        conversion.tokenizer.save_pretrained(wanted)
+        conversion.model.float().save_pretrained(wanted)
+    return wanted
+
+
+def examples(tasks: tuple[str, ...], seed: int) -> Dataset:
+    """The training problems of these tasks, mixed, as prompts and completions."""
+    problems = list(chain.from_iterable(data.training_problems(task) for task in tasks))
+    random.Random(seed).shuffle(problems)
+    answer = {"role": "assistant"}
+    rows = [{"prompt": each.prompt, "completion": [answer | {"content": each.answer}]} for each in problems]
+    return Dataset.from_list(rows)
+
+
+def trainer(method: str, tasks: tuple[str, ...], folder: Path, seed: int, callback: TrainerCallback) -> Any:
+    """What trains a LoRA in the folder's subfolder of that method."""
+    output, checkpoint = folder / method, base(folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    common: dict[str, Any] = {**BOTH, "output_dir": str(output), "seed": seed, "completion_only_loss": True}
+    common |= {"use_cpu": not torch.cuda.is_available(), "bf16": False, "gradient_checkpointing": False}
+    rows, lora = examples(tasks, seed), LoraConfig(**LORA)
+    if method == "wedlm":
+        model: Any = WeDLMForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        args: Any = WeDLMSFTConfig(**common, **MASKS, assistant_only_loss=False)
+        return WeDLMSFTTrainer(model, args, rows, None, tokenizer, callbacks=[callback], peft_config=lora)
+    model = load_model(str(fetch(FOLDER)), dtype=torch.float32)
+    return SFTTrainer(
+        model, SFTConfig(**common), train_dataset=rows, processing_class=tokenizer, callbacks=[callback],
+        peft_config=lora,
+    )  # fmt: skip
+
+
+def check_run(output: Path, facts: dict[str, Any]) -> None:
+    """Notes what a run trains on; raises `ValueError` where the folder holds a run of other data or settings."""
+    file = output / "run.json"
+    there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else facts
+    if differing := [
+        f"{name}: {there.get(name)!r} there, {facts[name]!r} now" for name in facts if there.get(name) != facts[name]
+    ]:
+        raise ValueError(f"{output} holds another run ({'; '.join(differing)}). Take another `--output`.")
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(facts, indent=2))
+
+
+def train(method: str, tasks: tuple[str, ...], folder: Path, minutes: float, seed: int) -> Path:
+    """Trains, or trains on; returns the folder of the LoRA."""
+    data.check()
+    output = folder / method
+    check_run(output, {"data": data.DIGEST, "tasks": list(tasks), "seed": seed, "lora": LORA, "masks": MASKS})
+    checkpoint = get_last_checkpoint(str(output))
+    callback = Minutes(minutes, Minutes.seconds_of(checkpoint))
+    if callback.seconds < 60 * minutes:
+        own = trainer(method, tasks, folder, seed, callback)
+        own.train(resume_from_checkpoint=checkpoint)
+        for weight in own.model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.bfloat16()  # as it is published: half the size
+        own.save_model()
+    return output
+
+
+def whole_model(method: str, lora: Path, folder: Path) -> Path:
+    """The base with a LoRA merged into it, written once."""
+    wanted = folder / f"{method}-model"
+    if not (wanted / "config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(base(folder))
+        model: Any = WeDLMForCausalLM.from_pretrained(base(folder), dtype=torch.float32)
+        if method == "sft":
+            model = load_model(str(fetch(FOLDER)), dtype=torch.float32)
+        merged = PeftModel.from_pretrained(model, lora).merge_and_unload()
+        tokenizer.save_pretrained(wanted)
+        merged.save_pretrained(wanted)
+    return wanted
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, default="wedlm")
+    parser.add_argument("--tasks", nargs="+", choices=data.TASKS, default=data.TASKS)
+    parser.add_argument("--minutes", type=float, default=600, help="of training, all runs of this folder together")
+    parser.add_argument("--output", type=Path, default=Path("build/real-wedlm"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="of the CPU; default: torch's")
+    options = parser.parse_args()
+    os.nice(10)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    lora = train(options.method, tuple(options.tasks), options.output, options.minutes, options.seed)
+    print(f"The LoRA is in {lora}, the model in {whole_model(options.method, lora, options.output)}.")
+
+
+if __name__ == "__main__":
+    main()
