@@ -18,7 +18,7 @@ from ..checkpoints.find import (
 from ..checkpoints.gguf import parsed_once
 from ..checkpoints.loading import FASTEST, TOKENIZER_FILES, load_model, load_tokenizer, set_format
 from ..checkpoints.merge import merge_adapter
-from ..checkpoints.packed import PACKED
+from ..checkpoints.packed import PACKINGS
 from ..modeling_wedlm.convert import require_wedlm
 from . import load_mask_adapter
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
@@ -51,7 +51,7 @@ def load_adapted(
     source, adapters = _base_and_adapters(source, adapter)
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
-    is_late = bool(loras) and dtype in (PACKED, FASTEST)
+    is_late = bool(loras) and dtype in (*PACKINGS, FASTEST)
     if not masks:  # a model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model
         require_wedlm(source)
     model = load_model(source, dtype="auto" if is_late else dtype, device=device)

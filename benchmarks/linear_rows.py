@@ -17,7 +17,8 @@ from time import perf_counter, thread_time
 import torch
 from torch import nn
 
-from wedlm_hf.checkpoints.packed import PackedLinear, _in_one_thread
+from wedlm_hf.checkpoints.matrices import in_one_thread
+from wedlm_hf.checkpoints.packed import PackedLinear
 
 # Hidden size, width of the MLP, layers, width of all queries, of all keys, and vocabulary.
 SHAPES = {
@@ -40,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1 if options.own_time else options.threads)
     print(torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads", options.model)
     if options.own_time:
-        _in_one_thread(lambda: measure(options, thread_time))
+        in_one_thread(lambda: measure(options, thread_time))
     else:
         measure(options, perf_counter)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from .find import ADAPTER_FILE, CONFIG_FILE, check_json, find_checkpoint, find_file, is_adapter, reading
 from .gguf import end_token_ids, load_gguf_model, parsed_once, read_gguf_config, set_padding, split_source
-from .packed import PACKED, forget_gguf, pack, use_fastest
+from .packed import PACKINGS, forget_gguf, pack, use_fastest
 
 FASTEST = "fastest"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -43,9 +43,9 @@ def load_model(
         source: folder, Hub id, or path of a GGUF file.
         revision: branch, tag or commit of a Hub id.
         gguf_file: name of a GGUF file in that folder or Hub id.
-        dtype: `"auto"` is the checkpoint's own, float32 for a GGUF file; `"packed"` is 16-bit weights and float32
-            rows, on a CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as
-            `"auto"`. The last two are for inference alone.
+        dtype: `"auto"` is the checkpoint's own, float32 for a GGUF file; `"packed"`, `"8bit"` and `"4bit"` are
+            packed layers, on a CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]),
+            elsewhere as `"auto"`. These are for inference alone.
         device: where the model is put.
         model_class: whose `from_pretrained` is called, and takes the further options; not for a GGUF file.
 
@@ -55,15 +55,15 @@ def load_model(
         ValueError: for a damaged config, weights that do not fit, packed ones elsewhere than on a CPU, and a GGUF file
             that transformers would not read whole.
     """
-    if dtype == PACKED and torch.device(device).type != "cpu":
-        raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
+    if dtype in PACKINGS and torch.device(device).type != "cpu":
+        raise ValueError(f"`dtype={dtype!r}` is for CPUs, and the model is to be on {str(device)!r}.")
     folder, gguf_file, name = split_source(source, gguf_file)
     if gguf_file is None:
-        stored = "auto" if dtype in (PACKED, FASTEST) else dtype
+        stored = "auto" if dtype in (*PACKINGS, FASTEST) else dtype
         loaded = _load_safetensors(folder, revision, stored, model_class, options)
     else:
         loaded = _load_gguf(folder, gguf_file, revision, name)
-        if dtype not in ("auto", PACKED, FASTEST):
+        if dtype not in ("auto", *PACKINGS, FASTEST):
             loaded.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     set_format(loaded[0] if isinstance(loaded, tuple) else loaded, dtype, device)
     return loaded
@@ -83,8 +83,8 @@ def _load_gguf(folder: str, gguf_file: str, revision: str | None, name: str) -> 
 
 def set_format(model: Any, dtype: str | torch.dtype, device: str | torch.device) -> None:
     """Packs the weights where `dtype` asks for it (see [`load_model`]), and puts the model on the device."""
-    if dtype in (PACKED, FASTEST) and torch.device(device).type == "cpu":
-        pack(model) if dtype == PACKED else use_fastest(model)
+    if dtype in (*PACKINGS, FASTEST) and torch.device(device).type == "cpu":
+        use_fastest(model) if dtype == FASTEST else pack(model, PACKINGS[str(dtype)])
     model.to(device)
 
 

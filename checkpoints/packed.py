@@ -1,30 +1,24 @@
-"""Linear layers with 16-bit weights and float32 rows, on CPUs.
+"""Models whose linear layers hold their weights in 16, 8 or 4 bits, on CPUs: which layers, and what is around them."""
 
-A CPU reads every weight once for each token, so a decoder is about as fast as its weights are small. Torch's own
-16-bit products are fast only where the processor has instructions for them. The kernels here (FBGEMM, a part of torch)
-widen float16 weights in registers and multiply in float32: they read half of float32's bytes, take a few rows in
-little more than the time of one, and each row gets the same bits whatever stands beside it.
-"""
-
-import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from copy import deepcopy
-from functools import lru_cache
-from pathlib import Path
 from time import perf_counter, thread_time
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
+from .matrices import FORMATS, Matrix, can_pack, fits, has_levels, in_one_thread, multiply_alone
+from .matrices import multiply as multiply  # 16-bit matrices that belong to no layer
+from .matrices import pack_matrix as pack_matrix
 
-PACKED = "packed"  # what a choice of dtypes calls these layers
-LARGEST = 65504  # float16: a layer with larger weights stays as it is
+logger = logging.getLogger(__name__)
+
+# What a choice of dtypes calls these layers, with the bits of a weight.
+PACKED, EIGHT_BITS, FOUR_BITS = "packed", "8bit", "4bit"
+PACKINGS = {PACKED: 16, EIGHT_BITS: 8, FOUR_BITS: 4}
 
 # Layers of one module that read the same rows, as nearly all architectures name them; others are multiplied alone.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -32,8 +26,6 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-# Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
-_LOOKED, _LARGEST_STEP = 48, 16
 # Weights, in entries, that no cache holds: of smaller models the format makes no difference, larger ones are sampled.
 _LEAST_WEIGHTS = 2**24
 # Of the weights that are no embeddings, the share in linear layers below which packing cannot help.
@@ -43,15 +35,15 @@ _BFLOAT16_SHARE = 0.8
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` for inference whose weights are held once, as float16 in the order that the kernels read.
+    """An `nn.Linear` for inference whose weights are held once, in one of the [`FORMATS`].
 
-    Rows are float32, and have the same bits whatever stands beside them (see [`padded_rows`]). It is no `nn.Linear`:
-    what looks for these to read their weights, such as PEFT, must not take it for one. Hooks are kept.
+    Rows are float32, and have the same bits whatever stands beside them. It is no `nn.Linear`: what looks for these to
+    read their weights, such as PEFT, must not take it for one. Hooks are kept.
 
     Args:
-        layer: whose weights are rounded to float16.
+        layer: whose weights are rounded.
         rows: `(out_features, in_features)`, the table of a tied embedding: where single rows can be read.
-        product: that gives the layer's outputs as its part number `part`. Default: one of the layer alone.
+        product: that gives the layer's outputs as its part number `part`. Default: one of the layer alone, in 16 bits.
     """
 
     def __init__(
@@ -65,6 +57,16 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
         self.product, self.part = product or Product([layer.weight]), part
 
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return self.product.matrix.bits
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded before they are multiplied: a small difference between two rows then grows."""
+        return self.bits < 16
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` float32 to `(..., out_features)` float32. Other dtypes and gradients are refused."""
         if input.dtype != torch.float32:
@@ -75,13 +77,13 @@ class PackedLinear(nn.Module):
         return output if self.bias is None else output.add_(self.bias)
 
     def unpacked(self) -> torch.Tensor:
-        """The weights, `(out_features, in_features)` float16: a copy."""
-        weights: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self.product.weights)[0]
-        return weights.split(self.product.sizes)[self.part].half()
+        """The weights, `(out_features, in_features)` float16, or float32 of fewer bits: a copy."""
+        return self.product.matrix.unpacked().split(self.product.sizes)[self.part]
 
     def extra_repr(self) -> str:
         """What `print` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        features = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{features}, bias={self.bias is not None}, bits={self.bits}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -107,17 +109,16 @@ class Product:
     all, and the others take what is theirs.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor]):
+    def __init__(self, weights: Sequence[torch.Tensor], bits: int = 16):
         self.sizes = [len(weight) for weight in weights]
-        self.weights = pack_matrix(
-            weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-        )
+        weight = weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+        self.matrix: Matrix = FORMATS[bits](weight)
         self._left: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None  # of the last rows, to be taken
 
     def __call__(self, rows: torch.Tensor, part: int) -> torch.Tensor:
         """`(..., in_features)` float32 to the `(..., out_features)` of one layer."""
         if len(self.sizes) == 1:
-            return self._of(rows)
+            return self.matrix(rows)
         version = 0 if rows.is_inference() else rows._version
         left = self._left
         if left is not None and left[0] is rows and left[1] == version:
@@ -126,21 +127,10 @@ class Product:
                 self._left = None
             if found is not None:
                 return found
-        outputs = dict(enumerate(torch.split_with_sizes(self._of(rows), self.sizes, -1)))
+        outputs = dict(enumerate(torch.split_with_sizes(self.matrix(rows), self.sizes, -1)))
         found = outputs.pop(part)
         self._left = rows, version, outputs
         return found
-
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        width, count = rows.shape[-1], rows.numel() // rows.shape[-1]
-        extra = padded_rows(count) - count
-        if not extra and rows.ndim > 1:
-            return multiply(rows, self.weights)
-        flat = rows.reshape(-1, width)
-        if extra:
-            flat = torch.cat((flat, _zeros(extra, width)))
-        # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
-        return multiply(flat, self.weights).resize_(*rows.shape[:-1], sum(self.sizes))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_left": None}
@@ -190,19 +180,35 @@ def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         )
 
 
-def pack(model: nn.Module) -> nn.Module:
+def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     """Gives a model packed linear layers, in place; its weights are freed one by one.
 
-    What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. Layers with weights that
-    float16 cannot hold stay as they are, in float32. The result is for inference: no parameter requires a gradient.
-    `save_pretrained` writes the rounded weights, which load like any others. Of layers that PEFT wraps, the base's are
-    packed. Where torch lacks the kernels, and where layers are packed already, the model is returned as it was.
+    In 4 bits, matrices that were read from a file of 4 bits keep the file's values, but for the scales of their
+    groups, which are rounded to bfloat16 (0.2 %), and what the file holds in more bits gets 8. Of a model in full
+    precision, the values of a group are rounded to 16 levels, and the head gets 8 bits. A matrix that a format cannot
+    hold gets the next one with more bits; one that 16 bits cannot hold stays as it is, in float32.
+
+    What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. The result is for inference:
+    no parameter requires a gradient. `save_pretrained` writes the rounded weights, which load like any others. Of
+    layers that PEFT wraps, the base's are packed. Where torch lacks the kernels, and where layers are packed already,
+    the model is returned as it was.
+
+    Args:
+        model: on a CPU.
+        bits: of a weight: 16, 8 or 4.
 
     Raises:
-        ValueError: for a model elsewhere than on a CPU, for quantized weights (those read from a GGUF file are not),
-            and for a model whose weights are mostly not in `nn.Linear`. It is left as it was.
+        ValueError: for other `bits`, for a model elsewhere than on a CPU, for quantized weights (those read from a
+            GGUF file are not), for a model whose weights are mostly not in `nn.Linear`, and for one that is packed in
+            other bits. It is left as it was.
     """
-    if not can_pack() or is_packed(model):
+    if bits not in FORMATS:
+        raise ValueError(f"`bits` must be one of {', '.join(map(str, FORMATS))}, got {bits!r}.")
+    if not can_pack():
+        return model
+    if is_packed(model):
+        if (there := getattr(model, "_packed_bits", bits)) != bits:
+            raise ValueError(f"The model is packed in {there} bits already: load it again to have {bits}.")
         return model
     _check_packable(model)
     if getattr(model, "quantization_method", None) == "gguf":
@@ -214,23 +220,22 @@ def pack(model: nn.Module) -> nn.Module:
             parameter.data = parameter.data.clone()
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     _find(model, places)
+    modules = {key: getattr(*found[0]) for key, found in places.items()}
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=multiply_alone) as threads:
+        formats = _choose_formats(model, modules, bits, threads)
+        plain = [name for key in modules if formats[key] is None for _, name in places.pop(key)]
 
-    def fits(found: list[tuple[nn.Module, str]]) -> bool:
-        module = getattr(*found[0])
-        return type(module) is nn.Embedding or bool(module.weight.detach().abs().max() <= LARGEST)
+        def replacements(group: Sequence[list[tuple[nn.Module, str]]]) -> Sequence[nn.Module]:
+            return _packed([getattr(*found[0]) for found in group], tables, formats)
 
-    def replacements(group: Sequence[list[tuple[nn.Module, str]]]) -> Sequence[nn.Module]:
-        return _packed([getattr(*found[0]) for found in group], tables)
-
-    with ThreadPoolExecutor(torch.get_num_threads(), initializer=_multiply_alone) as threads:
-        unfit = [key for key, is_fit in zip(places, threads.map(fits, places.values()), strict=True) if not is_fit]
-        plain = [name for key in unfit for _, name in places.pop(key)]
-        groups = _groups(places)
+        groups = _groups(places, formats)
+        del modules  # so that each is freed when it is packed
         for group, packed in zip(groups, threads.map(replacements, groups), strict=True):
             for found, module in zip(group, packed, strict=True):
                 for parent, name in found:
                     setattr(parent, name, module)
     _use_fused_norms(model.float().requires_grad_(False))
+    model._packed_bits = bits  # type: ignore[assignment]
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
@@ -252,13 +257,34 @@ def _check_packable(model: nn.Module) -> None:
         raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
 
 
-def _packed(modules: Sequence[Any], tables: Mapping[int, torch.Tensor]) -> Sequence[nn.Module]:
+def _choose_formats(
+    model: nn.Module, modules: Mapping[int, Any], bits: int, threads: ThreadPoolExecutor
+) -> dict[int, int | None]:
+    """The bits of each layer, by its `id`; `None` where it stays as it is."""
+    layers = {key: module.weight for key, module in modules.items() if type(module) is nn.Linear}
+    wanted = dict.fromkeys(modules, bits)
+    if bits == 4:
+        of_file = dict(zip(layers, threads.map(has_levels, layers.values()), strict=True))
+        if any(of_file.values()):
+            wanted |= {key: 4 if has else 8 for key, has in of_file.items()}
+        else:
+            wanted[id(getattr(model, "get_output_embeddings", lambda: None)())] = 8
+
+    def chosen(key: int) -> int | None:
+        return next((tried for tried in sorted(FORMATS) if tried >= wanted[key] and fits(layers[key], tried)), None)
+
+    return dict.fromkeys(modules, 16) | dict(zip(layers, threads.map(chosen, layers), strict=True))
+
+
+def _packed(
+    modules: Sequence[Any], tables: Mapping[int, torch.Tensor], formats: Mapping[int, int | None]
+) -> Sequence[nn.Module]:
     """What replaces an embedding, or linear layers that read the same rows. `tables` are the weights of embeddings, by
     their `id`: a tied head keeps its own, for single rows."""
     if type(modules[0]) is nn.Embedding:
         return [PackedEmbedding(modules[0])]
     shared = [tables.get(id(module.weight)) for module in modules]
-    product = Product([module.weight for module in modules])
+    product = Product([module.weight for module in modules], formats[id(modules[0])] or 16)
     return [
         PackedLinear(module, None if table is None else table.detach(), product, part)
         for part, (module, table) in enumerate(zip(modules, shared, strict=True))
@@ -284,7 +310,9 @@ def _find(module: nn.Module, places: dict[int, list[tuple[nn.Module, str]]]) -> 
             _find(child, places)
 
 
-def _groups(places: Mapping[int, list[tuple[nn.Module, str]]]) -> list[list[list[tuple[nn.Module, str]]]]:
+def _groups(
+    places: Mapping[int, list[tuple[nn.Module, str]]], formats: Mapping[int, int | None]
+) -> list[list[list[tuple[nn.Module, str]]]]:
     """The places of layers that are multiplied together."""
     alone = {(id(parent), name): found for found in places.values() if len(found) == 1 for parent, name in found}
     groups: list[list[list[tuple[nn.Module, str]]]] = []
@@ -294,7 +322,7 @@ def _groups(places: Mapping[int, list[tuple[nn.Module, str]]]) -> list[list[list
             group = [alone.get((id(parent), name)) for name in names] if first == names[0] else [None]
             found = [pair for pair in group if pair is not None]
             layers = [getattr(*pair[0]) for pair in found]
-            if len(found) == len(group) and len({layer.in_features for layer in layers}) == 1:
+            if len(found) == len(group) and len({(layer.in_features, formats[id(layer)]) for layer in layers}) == 1:
                 groups.append(found)
                 grouped.update(map(id, layers))
     return groups + [[found] for key, found in places.items() if key not in grouped]
@@ -335,6 +363,13 @@ def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
+def format_of(model: nn.Module) -> str:
+    """The name of a model's format: one of [`PACKINGS`], or its dtype."""
+    bits = getattr(model, "_packed_bits", 16)
+    names = {number: name for name, number in PACKINGS.items()}
+    return names[bits] if is_packed(model) else str(model.dtype).removeprefix("torch.")
+
+
 def count_weights(model: nn.Module) -> int:
     """The number of a model's weights, packed ones too."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear) and module.rows is None]
@@ -344,11 +379,12 @@ def count_weights(model: nn.Module) -> int:
 
 
 def use_fastest(model: nn.Module) -> str | torch.dtype:
-    """Gives a model on a CPU the dtype in which its linear layers take the least time on this machine.
+    """Gives a model on a CPU the format in which its linear layers take the least time on this machine.
 
     Its own dtype, packed layers and bfloat16 are timed with some of its weights, for one row, as plain decoding has
     them, and for eight, as verified decoding has. Models that fit in a cache keep their own. bfloat16 rounds every row
-    to 8 bits, so that the same text takes luck: it must be clearly faster. Returns [`PACKED`], or the dtype.
+    to 8 bits, so that the same text takes luck: it must be clearly faster. Four bits are tried where the weights were
+    read from a file of four bits. Returns one of [`PACKINGS`], or the dtype.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     own = layers[0].weight.dtype if layers else torch.float32
@@ -358,13 +394,13 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
     if not layers:
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
-    seconds = _in_one_thread(lambda: _seconds(_formats(sample, with_packed)))
+    seconds = in_one_thread(lambda: _seconds(_formats(sample, with_packed)))
     choice = min(seconds, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
     listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
     logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
-    if choice == PACKED:
+    if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed
-        pack(model)
+        pack(model, PACKINGS[choice])
     elif choice != own:
         model.to(choice)
     return choice
@@ -391,6 +427,8 @@ def _formats(sample: list[nn.Linear], with_packed: bool) -> dict[str | torch.dty
     formats: dict[str | torch.dtype, Sequence[nn.Module]] = {sample[0].weight.dtype: sample}
     if with_packed:
         formats[PACKED] = [PackedLinear(layer) for layer in sample]
+        if all(has_levels(layer.weight) for layer in sample):
+            formats[FOUR_BITS] = [PackedLinear(layer, product=Product([layer.weight], 4)) for layer in sample]
     if torch.bfloat16 not in formats:
         formats[torch.bfloat16] = [deepcopy(layer).to(torch.bfloat16) for layer in sample]
     return formats
@@ -402,7 +440,7 @@ def _seconds(formats: Mapping[Any, Sequence[Any]]) -> dict[Any, float]:
     best: dict[Any, dict[int, float]] = {name: {1: float("inf"), 8: float("inf")} for name in formats}
     for _ in range(3):
         for name, layers in formats.items():
-            dtype = torch.float32 if name == PACKED else name
+            dtype = torch.float32 if name in PACKINGS else name
             for count, least in best[name].items():
                 rows = {layer.in_features: torch.ones(count, layer.in_features, dtype=dtype) for layer in layers}
                 began = thread_time()
@@ -410,85 +448,3 @@ def _seconds(formats: Mapping[Any, Sequence[Any]]) -> dict[Any, float]:
                     layer(rows[layer.in_features])
                 best[name][count] = min(least, thread_time() - began)
     return {name: sum(times.values()) for name, times in best.items()}
-
-
-def _multiply_alone() -> None:
-    """Lets the current thread multiply matrices without the help of others.
-
-    On a busy machine threads wait for each other far longer than they work. `torch.set_num_threads` would not do:
-    threads that start meanwhile would inherit it for good.
-    """
-    torch.get_num_threads()  # the first call in a thread sets the number
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(str(next(Path(torch.__file__).with_name("lib").glob("*torch_cpu.*"), None)))
-        library.omp_set_num_threads(1)
-        library.MKL_Set_Num_Threads_Local(1)
-
-
-def _in_one_thread(function: Callable[[], _Result]) -> _Result:
-    with ThreadPoolExecutor(1, initializer=_multiply_alone) as thread:
-        return thread.submit(function).result()
-
-
-# The kernels.
-
-multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
-multiply = getattr(multiply, "_op", multiply)  # called through Python's dispatcher, a product takes 5 µs more
-
-
-def pack_matrix(weight: torch.Tensor) -> Any:
-    """The matrix, `(out, in)`, as float16 in the order that the kernels read; for [`multiply`]."""
-    return torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), None)
-
-
-@lru_cache
-def can_pack() -> bool:
-    """Whether this torch has the kernels; where it has not, says so once in the log."""
-    try:
-        pack_matrix(torch.ones(1, 1, device="cpu"))
-    except (AttributeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        logger.warning("Linear layers stay as they are: this torch has no FBGEMM kernels (%s).", reason)
-        return False
-    return True
-
-
-def padded_rows(count: int) -> int:
-    """The number of rows, `count` or more, in whose product each row has the bits that it always has.
-
-    Kernels are made for some numbers of rows, and others are cut into those. Which of them give a row other bits is
-    looked at once, on this machine: with AVX2 they are those whose last piece has one or two rows.
-    """
-    fitting, step = _fitting_rows()
-    return fitting[count - 1] if 0 < count <= len(fitting) else -(-count // step) * step
-
-
-@lru_cache(maxsize=64)
-def _zeros(rows: int, width: int) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(rows, width, dtype=torch.float32, device="cpu")
-
-
-@lru_cache
-def _fitting_rows() -> tuple[tuple[int, ...], int]:
-    """For each small number of rows the least one that fits, and the step of larger ones."""
-    return _in_one_thread(_look_at_rows)
-
-
-@torch.no_grad()
-def _look_at_rows() -> tuple[tuple[int, ...], int]:
-    # Two blocks of inner dimension, and an output that is no multiple of any kernel's width.
-    generator = torch.Generator().manual_seed(0)
-    shape: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    weight, row = pack_matrix(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
-    found = [multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
-    choices = []
-    for kind in torch.cat([rows[:1] for rows in found]).unique(dim=0):
-        fits = [bool((rows == kind).all()) for rows in found]
-        steps = [step for step in range(1, _LARGEST_STEP + 1) if all(fits[step - 1 :: step])]
-        choices += [(steps[0], [count for count, is_fit in enumerate(fits, 1) if is_fit])] if steps else []
-    if choices:
-        step, sizes = min(choices)
-        return tuple(min(size for size in sizes if size >= count) for count in range(1, sizes[-1] + 1)), step
-    logger.warning("With this processor's kernels the last bits of a row depend on the number of rows beside it.")
-    return (), 1

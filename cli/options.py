@@ -73,8 +73,8 @@ class LoadingOptions:
 
     Attributes:
         adapter: mask adapter or LoRA for the model: folder or Hub id.
-        dtype: of the weights: fastest (on this CPU; elsewhere auto), packed (16-bit weights on a CPU), auto (the
-            checkpoint's), float32, bfloat16 or float16.
+        dtype: of the weights: fastest (on this CPU; elsewhere auto), packed (16-bit weights on a CPU), 8bit, 4bit (on
+            a CPU), auto (the checkpoint's), float32, bfloat16 or float16.
         device: such as cpu or cuda; default: cuda if there is one.
         threads: CPU threads; default: as many as have work.
 
@@ -83,7 +83,7 @@ class LoadingOptions:
     """
 
     adapter: str | None = None
-    dtype: Literal["fastest", "packed", "auto", "float32", "bfloat16", "float16"] = "fastest"
+    dtype: Literal["fastest", "packed", "8bit", "4bit", "auto", "float32", "bfloat16", "float16"] = "fastest"
     device: str | None = None
     threads: int | None = None
 

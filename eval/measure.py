@@ -23,7 +23,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-from ..checkpoints.packed import PACKED, count_weights, is_packed
+from ..checkpoints.packed import count_weights, format_of, is_packed
 from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import Options
@@ -327,7 +327,7 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
         "kernels": cpu_kernels(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
-        "dtype": PACKED if is_packed(model) else str(model.dtype).removeprefix("torch."),
+        "dtype": format_of(model),
         "attention": model.config._attn_implementation,
     }
 

@@ -150,6 +150,7 @@ def attends_by_row(model: Any) -> bool:
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
     is_alike = dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
+    is_alike = is_alike or any(getattr(module, "rounds_rows", False) for module in model.modules())
     if (products := sys.modules.get("batch_invariant_ops")) is not None and products.is_batch_invariant_mode_enabled():
         return StepAttention(model).takes_rows
     return model.device.type == "cpu" and is_alike and StepAttention(model).takes_rows

@@ -15,9 +15,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import wedlm_hf
-from wedlm_hf.checkpoints import packed
+from wedlm_hf.checkpoints import matrices, packed
 from wedlm_hf.checkpoints.loading import load_model
-from wedlm_hf.checkpoints.packed import PackedLinear, PackedNorm, can_pack, count_weights, is_packed, pack, use_fastest
+from wedlm_hf.checkpoints.matrices import can_pack, in_one_thread
+from wedlm_hf.checkpoints.packed import PackedLinear, PackedNorm, count_weights, is_packed, pack, use_fastest
 from wedlm_hf.eval.measure import environment, fingerprint
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
@@ -194,8 +195,8 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
     def pack_weight(weight):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
 
-    monkeypatch.setattr(packed, "pack_matrix", pack_weight)
-    monkeypatch.setattr(packed, "can_pack", cache(packed.can_pack.__wrapped__))  # asked anew
+    monkeypatch.setattr(matrices, "pack_matrix", pack_weight)
+    monkeypatch.setattr(packed, "can_pack", cache(can_pack.__wrapped__))  # asked anew
     model = stock_model()
     expected = logits_of(model)
     assert not is_packed(pack(model)) and not is_packed(pack(model))
@@ -208,7 +209,7 @@ def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_t
             return others.submit(torch.get_num_threads).result(), torch.get_num_threads()
 
     threads = torch.get_num_threads()
-    other, own = packed._in_one_thread(look)
+    other, own = in_one_thread(look)
     assert other == threads == torch.get_num_threads()
     assert own in (1, threads)  # 1 where torch's threads are OpenMP's
 

@@ -1,0 +1,277 @@
+"""A matrix of weights in 16, 8 or 4 bits, and its product with float32 rows, on CPUs.
+
+A CPU reads every weight once for each forward, so a decoder is about as fast as its weights are small. In each format
+a row has the same bits whatever stands beside it.
+
+    16 bits  float16, widened in registers, and products in float32 (FBGEMM, a part of torch)
+     8 bits  an integer times the scale of its output; rows are rounded to bfloat16
+     4 bits  one of 16 levels between the least and the largest weight of its group of 32 neighbours; rows are rounded
+             to bfloat16. GGUF's formats of four bits have such groups: their levels carry over.
+
+In 8 and 4 bits, torch is fast only where the rows are bfloat16.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+LARGEST = 65504  # float16: a layer with larger weights stays as it is
+GROUP, LEVELS, LANES = 32, 15, 16  # of four bits: weights of a group, steps between levels, outputs that go together
+# Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
+_LOOKED, _LARGEST_STEP = 48, 16
+# Of a step between levels, how far a weight may lie from one: dequantized weights were rounded, to bfloat16 maybe.
+_NEAR = 0.1
+_SAMPLED = 64  # groups that show whether a matrix has levels
+
+
+class Levels(NamedTuple):
+    """A matrix whose groups have at most 16 equally spaced levels: weight = low + step * level."""
+
+    level: torch.Tensor  # (out, in) uint8
+    step: torch.Tensor  # (out, in / 32) float32
+    low: torch.Tensor  # (out, in / 32) float32
+
+
+class Half:
+    """A matrix in 16 bits."""
+
+    bits = 16
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.shape = pack_matrix(weight), tuple(weight.shape)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` to `(..., out)`, both float32."""
+        width, count = rows.shape[-1], rows.numel() // rows.shape[-1]
+        extra = padded_rows(count) - count
+        if not extra and rows.ndim > 1:
+            product: torch.Tensor = multiply(rows, self.weight)
+            return product
+        flat = rows.reshape(-1, width)
+        if extra:
+            flat = torch.cat((flat, _zeros(extra, width)))
+        # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
+        found: torch.Tensor = multiply(flat, self.weight).resize_(*rows.shape[:-1], self.shape[0])
+        return found
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out, in)` float16: a copy."""
+        weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self.weight)[0]
+        return weight.half()
+
+
+class Int8:
+    """A matrix in 8 bits."""
+
+    bits = 8
+
+    def __init__(self, weight: torch.Tensor):
+        weight, self.shape = weight.detach().float(), tuple(weight.shape)
+        self.scale = (weight.abs().amax(1) / 127).bfloat16()
+        steps = self.scale.float().clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        self.weight = (weight / steps).round().clamp(-127, 127).to(torch.int8)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` to `(..., out)`, both float32."""
+        found = torch._weight_int8pack_mm(_rounded(rows), self.weight, self.scale)
+        return found.float().view(*rows.shape[:-1], self.shape[0])
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out, in)` float32: a copy."""
+        return self.weight.float() * self.scale.float()[:, None]
+
+
+class Int4:
+    """A matrix in 4 bits, whose rows hold whole groups."""
+
+    bits = 4
+
+    def __init__(self, weight: torch.Tensor):
+        self.shape = tuple(weight.shape)
+        levels = own_levels(weight) or nearest_levels(weight)
+        # The kernel takes outputs by the sixteen, and computes (level - 8) * scale + zero.
+        extra = -len(weight) % LANES
+        level = F.pad(levels.level, (0, 0, 0, extra)).to(torch.int32)
+        scale = torch.stack([levels.step, levels.low + 8 * levels.step], -1)
+        self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(level, 1)
+        self.scale = F.pad(scale, (0, 0, 0, 0, 0, extra)).transpose(0, 1).contiguous().bfloat16()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` to `(..., out)`, both float32."""
+        found = self._product(_rounded(rows))
+        return found[:, : self.shape[0]].float().view(*rows.shape[:-1], self.shape[0])
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.weight, GROUP, self.scale)
+        return found
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out, in)` float32: a copy."""
+        out, width = self.shape
+        # The product with the identity is rounded to bfloat16, from which the level is read, and the weight is exact.
+        rounded = torch.cat([self._product(rows) for rows in torch.eye(width).bfloat16().split(GROUP)]).T[:out].float()
+        step, zero = (part.T[:out, :, None].float() for part in self.scale.unbind(-1))
+        groups = rounded.reshape(out, -1, GROUP)
+        level = ((groups - zero) / step.where(step != 0, 1.0)).round().clamp(-8, 7)
+        return (level * step + zero).view(out, width)
+
+
+def _rounded(rows: torch.Tensor) -> torch.Tensor:
+    """`(..., in)` to `(n, in)` bfloat16, one row behind the other as the kernels want them."""
+    return rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+Matrix = Half | Int8 | Int4
+FORMATS: dict[int, Callable[..., Matrix]] = {16: Half, 8: Int8, 4: Int4}
+
+
+def fits(weight: torch.Tensor, bits: int) -> bool:
+    """Whether a format can hold a matrix: in four bits its rows must be whole groups, in 16 no weight may be too
+    large."""
+    if bits == 4:
+        return weight.shape[1] % GROUP == 0
+    return bits == 8 or bool(weight.detach().abs().max() <= LARGEST)
+
+
+@torch.no_grad()
+def nearest_levels(weight: torch.Tensor) -> Levels:
+    """A matrix rounded to 16 levels between the least and the largest weight of each group."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1)
+    step = (high - low) / LEVELS
+    level = ((groups - low[..., None]) / step.where(step > 0, 1.0)[..., None]).round()
+    return Levels(level.to(torch.uint8).flatten(1), step, low)
+
+
+@torch.no_grad()
+def has_levels(weight: torch.Tensor) -> bool:
+    """Whether a matrix has levels already, as one has that was dequantized from 4 bits in groups of 32; a few of its
+    groups tell."""
+    if weight.shape[1] % GROUP:
+        return False
+    groups = weight.detach().reshape(-1, GROUP)
+    return _spacing(groups[:: max(1, len(groups) // _SAMPLED)].float()) is not None
+
+
+@torch.no_grad()
+def own_levels(weight: torch.Tensor) -> Levels | None:
+    """The levels that a matrix has already; `None` where it has none."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    if not has_levels(weight) or (found := _spacing(groups.flatten(0, 1))) is None:
+        return None
+    step, low = (part.view(groups.shape[:2]) for part in found)
+    level = ((groups - low[..., None]) / step[..., None]).round()
+    return Levels(level.to(torch.uint8).flatten(1), step, low)
+
+
+def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The step between the levels of each group, `(n, 32)` float32, and the lowest, both `(n,)`; `None` if a group has
+    no such levels."""
+    low, high = groups.aminmax(dim=-1)
+    spread, above = high - low, groups - low[:, None]
+    step, error = spread / LEVELS, torch.full_like(spread, torch.inf)
+    for count in range(LEVELS, 0, -1):
+        # Nearly all groups hold their first and last level: the others are looked at again.
+        left = (error > _NEAR * step / 100).nonzero().flatten() if count < LEVELS else torch.arange(len(groups))
+        tried = spread[left] / count
+        places = above[left] / tried.where(tried > 0, 1.0)[:, None]
+        far = (places - places.round()).abs().amax(-1) * tried
+        is_better = far < error[left]
+        step[left], error[left] = tried.where(is_better, step[left]), far.where(is_better, error[left])
+    if bool((error > _NEAR * step).any()):
+        return None
+    return step.where(step > 0, 1.0), low
+
+
+def multiply_alone() -> None:
+    """Lets the current thread multiply matrices without the help of others.
+
+    On a busy machine threads wait for each other far longer than they work. `torch.set_num_threads` would not do:
+    threads that start meanwhile would inherit it for good.
+    """
+    torch.get_num_threads()  # the first call in a thread sets the number
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(str(next(Path(torch.__file__).with_name("lib").glob("*torch_cpu.*"), None)))
+        library.omp_set_num_threads(1)
+        library.MKL_Set_Num_Threads_Local(1)
+
+
+def in_one_thread(function: Callable[[], _Result]) -> _Result:
+    """What the function returns, in a thread of its own: see [`multiply_alone`]."""
+    with ThreadPoolExecutor(1, initializer=multiply_alone) as thread:
+        return thread.submit(function).result()
+
+
+# The kernels.
+
+multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
+multiply = getattr(multiply, "_op", multiply)  # called through Python's dispatcher, a product takes 5 µs more
+
+
+def pack_matrix(weight: torch.Tensor) -> Any:
+    """The matrix, `(out, in)`, as float16 in the order that the kernels read; for [`multiply`]."""
+    return torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), None)
+
+
+@lru_cache
+def can_pack() -> bool:
+    """Whether this torch has the kernels; where it has not, says so once in the log."""
+    try:
+        pack_matrix(torch.ones(1, 1, device="cpu"))
+    except (AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        logger.warning("Linear layers stay as they are: this torch has no FBGEMM kernels (%s).", reason)
+        return False
+    return True
+
+
+def padded_rows(count: int) -> int:
+    """The number of rows, `count` or more, in whose product each row has the bits that it always has.
+
+    Kernels are made for some numbers of rows, and others are cut into those. Which of them give a row other bits is
+    looked at once, on this machine: with AVX2 they are those whose last piece has one or two rows.
+    """
+    fitting, step = _fitting_rows()
+    return fitting[count - 1] if 0 < count <= len(fitting) else -(-count // step) * step
+
+
+@lru_cache(maxsize=64)
+def _zeros(rows: int, width: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(rows, width, dtype=torch.float32, device="cpu")
+
+
+@lru_cache
+def _fitting_rows() -> tuple[tuple[int, ...], int]:
+    """For each small number of rows the least one that fits, and the step of larger ones."""
+    return in_one_thread(_look_at_rows)
+
+
+@torch.no_grad()
+def _look_at_rows() -> tuple[tuple[int, ...], int]:
+    # Two blocks of inner dimension, and an output that is no multiple of any kernel's width.
+    generator = torch.Generator().manual_seed(0)
+    shape: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    weight, row = pack_matrix(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
+    found = [multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
+    choices = []
+    for kind in torch.cat([rows[:1] for rows in found]).unique(dim=0):
+        fits = [bool((rows == kind).all()) for rows in found]
+        steps = [step for step in range(1, _LARGEST_STEP + 1) if all(fits[step - 1 :: step])]
+        choices += [(steps[0], [count for count, is_fit in enumerate(fits, 1) if is_fit])] if steps else []
+    if choices:
+        step, sizes = min(choices)
+        return tuple(min(size for size in sizes if size >= count) for count in range(1, sizes[-1] + 1)), step
+    logger.warning("With this processor's kernels the last bits of a row depend on the number of rows beside it.")
+    return (), 1
