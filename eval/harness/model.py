@@ -72,7 +72,6 @@ class WeDLMHarnessLM(HFLM):
         self._elbo_sums: Counter[str] = Counter()
         self._task, self._counts = "", dict[str, Counter[str]]()
         self._in_force: dict[str, dict[str, Any]] = {}
-        self._timed: set[str] = set()  # tasks
         # The parent would choose the backend by a list of transformers' own models, and CUDA without a look for it.
         kwargs = {"backend": "causal", "device": "cuda" if torch.cuda.is_available() else "cpu"} | kwargs
         super().__init__(pretrained, **kwargs)
@@ -109,23 +108,11 @@ class WeDLMHarnessLM(HFLM):
                 **options,
             )
         self._in_force[self._task] = {name: options[name] for name in DECODING if name in options}
-        if self._is_timed(options):
-            self._timed.add(self._task)
         if (stats := getattr(output, "stats", None)) is not None:  # none of assisted decoding and of beams
             counts = {name: int(getattr(stats, name).sum()) for name in COUNTS} | {"prompts": len(context)}
             self._counts.setdefault(self._task, Counter()).update(counts)
         sequences: torch.Tensor = output.sequences
         return sequences
-
-    def _is_timed(self, options: dict[str, Any]) -> bool:
-        """Whether a clock decides how many tokens a forward gives, so that equal calls give other numbers."""
-        stored = self.model.generation_config
-        strategy, verification, is_adaptive, slot_cost = (
-            options.get(name, getattr(stored, name, None))
-            for name in ("strategy", "verification", "adaptive_window", "slot_cost")
-        )
-        is_verified = strategy not in (None, "ar") and verification == "exact"
-        return is_verified and is_adaptive is not False and slot_cost is None
 
     def _loglikelihood_tokens(
         self,
@@ -154,7 +141,7 @@ class WeDLMHarnessLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """The parent's, with the statistics since the model was loaded."""
         info: dict[str, Any] = super().get_model_info()
-        info["decoding"], info["timed_tasks"] = self._in_force, sorted(self._timed)
+        info["decoding"] = self._in_force
         info["decoding_statistics"] = {task: counts | rates(counts) for task, counts in self._counts.items()}
         info["likelihood"] = {"kind": self.likelihood}
         if tokens := self._elbo_sums["tokens"]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ _simple_evaluate = lm_eval.simple_evaluate
 
 
 def evaluate(**options: Any) -> dict[str, Any] | None:
-    """`lm_eval.simple_evaluate` with our tasks, tokens per forward among the results where no clock plans, and a cache
-    of answers for each set of `model_args`: the harness would hand out those of other settings. Raises `ValueError`
-    for batches of `--model hf` with our decoding."""
+    """`lm_eval.simple_evaluate` with our tasks, tokens per forward among the results, and a cache of answers for each
+    set of `model_args`: the harness would hand out those of other settings. Raises `ValueError` for batches of
+    `--model hf` with our decoding, and for what makes several processes wait for each other for ever."""
     is_ours, arguments = options.get("model") == "wedlm", options.get("model_args") or {}
     if isinstance(arguments, str):
         arguments = simple_parse_args_string(arguments)
@@ -34,6 +35,16 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
             f"`--model {options.get('model')}` with `strategy={strategy!r}` stops the sequences of a batch together: "
             "pass `--model wedlm` or `--batch_size 1`."
         )
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) > 1 and is_ours:
+        # They agree on sizes in the middle of a task. One whose answers are all cached, or that has no prompt of the
+        # task, does not take part.
+        for option, is_given, instead in (
+            ("use_cache", bool(options.get("use_cache")), "leave it out, or run one process"),
+            ("batch_size", not str(options.get("batch_size") or 1).isdigit(), "pass a number"),
+        ):
+            if is_given:
+                how = f"`--{option} {options[option]}` on {processes} processes can hang"
+                raise ValueError(f"{how}, since some may have nothing left to do: {instead}.")
     if options.get("task_manager") is None:
         options["task_manager"] = TaskManager(include_path=str(TASKS_FOLDER), metadata=options.get("metadata"))
     if is_ours and options.get("use_cache"):
@@ -43,8 +54,7 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
     results: dict[str, Any] | None = _simple_evaluate(**options)
     if results is not None and is_ours:
         for task, counts in results["config"]["decoding_statistics"].items():
-            if task not in results["config"]["timed_tasks"]:
-                results["results"][task]["tokens_per_forward,none"] = counts["tokens_per_forward"]
+            results["results"][task]["tokens_per_forward,none"] = counts["tokens_per_forward"]
     return results
 
 
