@@ -432,6 +432,18 @@ def test_pages_are_few_and_short():
     assert len(words) <= 9500
 
 
+def test_the_words_that_people_search_for_are_titles():
+    titles = [
+        line.lower() for page in DOCS for line in page.read_text(encoding="utf-8").splitlines() if line[:1] == "#"
+    ]
+    for word in ("lossless", "acceptance rate", "speculative decoding", "prefix cacheability", "wedlm-8b-instruct"):
+        assert any(word in title for title in titles), word
+    glossary = text_of("docs", "glossary.md")
+    assert glossary.count("\n### ") >= 25 and all(
+        "glossary.md" in text_of(page) for page in ("docs/measure.md", "docs/results.md", CARD)
+    )
+
+
 def messages() -> list[re.Pattern[str]]:
     """Every text literal of the package, with what is filled in at run time as a wildcard."""
     patterns = []
