@@ -1,6 +1,6 @@
 """Random requests from many clients to `wedlm serve` on wedlm-nano: are all answered, and as if each were alone?
 
-    python benchmarks/served_requests.py --requests 1000 --clients 16
+    python benchmarks/served_requests.py --requests 1000 --clients 150
 
 Clients send fields that are null, odd or huge, seeds beside none, bytes that are no character, and go away in the
 middle. Every answer that a request determines is compared with that of `generate`; memory is looked at in between.
@@ -46,7 +46,7 @@ def request(chance: random.Random) -> tuple[str, dict[str, Any], str]:
     `leaves`."""
     decoder, text = chance.choice(DECODERS), question(chance)
     kind = chance.choices(
-        ["plain", "sampled", "field", "broken", "leaves", "bytes", "json"], [40, 10, 20, 5, 10, 10, 5]
+        ["plain", "sampled", "field", "broken", "leaves", "bytes", "json"], [30, 8, 14, 4, 33, 7, 4]
     )[0]
     messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": chance.choice([4, 16, 40]), "stream": chance.random() < 0.5, **decoder}
@@ -132,7 +132,7 @@ def main() -> None:
     """Sends them, and prints what came back."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--clients", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)

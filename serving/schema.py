@@ -166,7 +166,7 @@ class _Message(BaseModel):
     def _asked_for(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
-        nothing = (None, "", [], {})
+        nothing: tuple[Any, ...] = (None, "", [], {})
         message = {name: value for name, value in message.items() if value is not False and value not in nothing}
         if call := message.pop("function_call", None):  # what OpenAI's API had before tools
             message["tool_calls"] = [*message.get("tool_calls", []), {"type": "function", "function": call}]

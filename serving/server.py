@@ -31,6 +31,7 @@ from uvicorn.config import LOGGING_CONFIG
 from ..generation.settings import SETTING_NAMES
 from .calls import Answer, CallManager, RequestError, as_request_error, log
 from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
+from .items import ItemsEndpoint
 from .page import page
 from .page.page import Replays
 from .responses import Response, Vocabulary
@@ -168,11 +169,15 @@ def _served(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> 
 
 def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
     """OpenAI's routes, and one that says that the server is up."""
-    chat, text = ChatEndpoint(served), TextEndpoint(served)
+    chat, items, text = ChatEndpoint(served), ItemsEndpoint(served), TextEndpoint(served)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
         return await desk.answer(chat, request)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Any:
+        return await desk.answer(items, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
@@ -194,7 +199,7 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
     async def load_model(request: Request) -> Any:  # `transformers chat` asks for it and waits
         body = json.loads(await read_body(request, MOST_BYTES_BESIDE) or b"null")
         asked = body.get("model") if isinstance(body, dict) else None
-        served.check_name(asked)
+        served.check_name(str(asked))
         event = {"status": "ready", "model": asked, "cached": True}
         return HTTPResponse(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
 

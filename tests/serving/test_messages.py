@@ -1,0 +1,235 @@
+"""Whatever a model writes, the client gets an answer; no message that a client sends disappears."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import openai
+import pytest
+import trl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import CHAT, NAME, Server
+from tiny import tiny_model, tiny_tokenizer
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS, ReasoningText, ToolCall
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError
+from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel
+from wedlm_hf.serving.message import CallParser, MessageParser, PlainParser
+
+TOKENIZER = tiny_tokenizer()
+FALLBACKS = {names[0]: template for names, template in _RESPONSE_TEMPLATE_FALLBACKS.items()}
+PARSERS = {
+    **{name: partial(MessageParser, load_response_template(template), "") for name, template in FALLBACKS.items()},
+    "plain": PlainParser,
+    "call": partial(CallParser, ["f"]),
+}
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<function=f>",
+         "</function>", "<parameter=a>", "</parameter>", "<|tool_call>call:f", "<tool_call|>", "<|channel>thought\n",
+         "<channel|>"]  # fmt: skip
+CALLS = ['{"name": "f"}', '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {"n": 3}}', '{"name": f}',
+         '[{"name": "f", "arguments": null}]', '{"name": "f", "arguments": "{}"}', '{"name": 5, "arguments": {}}',
+         '{"name": "f", "arguments": {"x": NaN}}', '{"function": {"name": "f"}}', '{"name": "\\ud800"}', "[]", "null",
+         "[" * 2000, '{"name": "f", "arguments": [1]}']  # fmt: skip
+WRITTEN = st.lists(st.sampled_from([*MARKS, *CALLS, "{", "}", "\n", "Hi ", "é", "5"]), max_size=9).map("".join)
+
+
+def answered(text, parser, *, stops=(), limit=10**6, sizes=(1,)):
+    """What an answer sends that a model writes so, in pieces of these sizes in turn."""
+    sent, tokens = [], TOKENIZER(text).input_ids
+    config = GenerationConfig(eos_token_id=2, max_new_tokens=limit)
+    answer = Answer(Asked([1], config, {}, parser=parser, stops=[*stops]), "id", TOKENIZER, sent.append, 0)
+    while tokens:
+        for size in sizes:
+            answer.put(tokens[:size])
+            tokens = tokens[size:]
+    answer.finish("stop")
+    assert [item is None for _, item, _ in sent] == [False] * (len(sent) - 1) + [True]  # one end, the last
+    items = []
+    for _, item, _ in sent[:-1]:
+        if items and isinstance(item, str) and type(item) is type(items[-1]):
+            item = type(item)(items.pop() + item)
+        items.append(item)
+    return items, answer
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    WRITTEN, st.sampled_from(sorted(PARSERS)), st.integers(1, 60), st.sampled_from([(), ("5",), ("</tool_call>", "}")])
+)
+def test_whatever_a_model_writes_is_an_answer_the_same_in_whatever_pieces_it_comes(text, name, limit, stops):
+    for limited in (limit, 10**6):
+        items, answer = answered(text, PARSERS[name], stops=stops, limit=limited)
+        assert answered(text, PARSERS[name], stops=stops, limit=limited, sizes=(3, 1, 7))[0] == items
+        assert answer.finish_reason in ("stop", "length", "tool_calls")
+        for item in items:
+            if isinstance(item, ToolCall):
+                assert isinstance(json.loads(item.arguments), dict) and item.name == "f"
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) == len(items) and not stops:  # nothing but marks disappears
+        there, written = "".join(texts), text
+        for mark in MARKS:
+            there, written = there.replace(mark, ""), written.replace(mark, "")
+        assert "".join(there.split()) == "".join(written.split())
+
+
+THINKS = "So <tool_call> it\n</think>\nHi"
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (f"<think>{THINKS}", [ReasoningText("So <tool_call> it\n"), "\nHi"]),
+    ('<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", "{}")]),
+    ('<tool_call>[{"name": "f"}, {"name": "f", "parameters": {"a": 1}}]</tool_call>',
+     [ToolCall("f", "{}"), ToolCall("f", '{"a": 1}')]),
+    ('Hi<tool_call>{"name": </tool_call> rest', ['Hi<tool_call>{"name": </tool_call> rest']),
+    ('<tool_call>{"name": 5}</tool_call><tool_call>{"name": "f"}</tool_call>',
+     ['<tool_call>{"name": 5}</tool_call>', ToolCall("f", "{}")]),
+])  # fmt: skip
+def test_calls_are_calls_thoughts_are_thoughts_and_all_else_is_content(text, expected):
+    assert answered(text, PARSERS["qwen2"])[0] == expected
+
+
+def test_a_call_that_is_cut_is_no_call():
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    items, answer = answered(text, PARSERS["qwen2"], limit=len(TOKENIZER(text).input_ids) - 1)
+    assert all(isinstance(item, str) for item in items) and answer.finish_reason == "length"
+    xml = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    for limit in range(1, len(TOKENIZER(xml).input_ids)):  # its beginning would be a call with fewer arguments
+        assert all(isinstance(item, str) for item in answered(xml, PARSERS["qwen3_5"], limit=limit)[0])
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(WRITTEN)
+def test_a_client_gets_the_same_answer_whole_and_streamed_of_a_chat_and_of_responses(scripted, text):
+    scripted.text = text
+    whole = scripted.chat().choices[0]
+    delta = {"content": "", "reasoning_content": ""}
+    calls = []
+    for chunk in scripted.chat(stream=True):
+        found = chunk.choices[0].delta.model_dump(exclude_none=True)
+        for name in delta:
+            delta[name] += found.get(name, "")
+        calls += [call["function"] for call in found.get("tool_calls", [])]
+    assert delta["content"] == (whole.message.content or "")
+    assert delta["reasoning_content"] == getattr(whole.message, "reasoning_content", "")
+    assert calls == [call.function.model_dump() for call in whole.message.tool_calls or []]
+    assert chunk.choices[0].finish_reason == whole.finish_reason
+    asked = {"model": NAME, "input": "Hi"}
+    items = scripted.client.responses.create(**asked)
+    with scripted.client.responses.stream(**asked) as stream:
+        last = list(stream)[-1]
+    assert items.output_text == last.response.output_text == delta["content"]
+    named = [item.name for item in items.output if item.type == "function_call"]
+    assert named == [item.name for item in last.response.output if item.type == "function_call"]
+    assert named == [call["name"] for call in calls]
+    # What the server returned is accepted when it is sent back.
+    scripted.chat([*CHAT, whole.message.model_dump(), *CHAT])
+    scripted.client.responses.create(model=NAME, input=[*CHAT, *(each.model_dump() for each in items.output), *CHAT])
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    """A server whose model writes a given text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+
+    def write(calls, batch):
+        for answer in batch:
+            answer.put(tokenizer(server.text).input_ids)
+            answer.finish("stop")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallManager, "_generate", write)
+        with Server(tiny_model(max_position_embeddings=10**5), tokenizer, {"strategy": "ar"}) as server:
+            yield server
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if "training" not in path.stem]
+CALL = {"id": "c", "type": "function", "function": {"name": "verb", "arguments": '{"noun": "value"}'}}
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "critic"])},
+    optional={"content": st.sampled_from(["", "words", None, "parts"]), "tool_calls": st.sampled_from([[CALL], None]),
+              "name": st.just("Ann"), "reasoning_content": st.just("thoughts"), "refusal": st.none()},
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(NAMES), st.lists(MESSAGE, min_size=1, max_size=5))
+def test_a_message_is_in_the_prompt_or_refused_by_its_name(name, messages):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+    words = []
+    for number, message in enumerate(messages):
+        if message.get("content"):
+            words.append(f"word{number}word")
+            parts = [{"type": "text", "text": words[-1]}]
+            message["content"] = parts if message["content"] == "parts" else words[-1]
+        if message.get("tool_calls"):
+            words += ["verb", "noun", "value"]
+        if message.get("name") and message["role"] not in ("tool", "function"):
+            words.append("Ann")
+    refused, prompt = None, ""
+    try:
+        _, (asked,) = endpoint.read(json.dumps({"messages": messages, "max_tokens": 2}).encode())
+        prompt = tokenizer.decode(asked.prompt)
+    except RequestError as error:
+        refused = error.status, str(error.param).split(".")[0]
+    assert refused == (400, "messages") or [word for word in words if word not in prompt] == []
+
+
+MODEL = tiny_model(max_position_embeddings=10**5)
+
+
+def test_a_developer_speaks_as_the_system_where_a_template_knows_none():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+
+    def prompt(*roles):
+        turns = [{"role": role, "content": f"Be {role[0]}."} for role in roles] + CHAT
+        return tokenizer.decode(endpoint.read(json.dumps({"messages": turns}).encode())[1][0].prompt)
+
+    assert prompt("developer") == prompt("system").replace("Be s.", "Be d.")
+    assert "Be s.\n\nBe d." in prompt("system", "developer")
+
+
+def test_an_answer_under_a_schema_has_no_thoughts_though_the_template_opens_them(nano):
+    model, tokenizer = nano
+    tokenizer = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    wanted = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted}}
+    with Server(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}) as server:
+        asked = {"max_tokens": 60, "response_format": form}
+        message = server.chat(**asked).choices[0].message
+        assert json.loads(message.content) == {"a": 1} and not hasattr(message, "reasoning_content")
+        assert server.streamed(**asked)[0] == message.content
+        free = server.chat(max_tokens=4).choices[0].message
+        assert (free.content, bool(free.reasoning_content)) == ("", True)
+        with pytest.raises(openai.BadRequestError, match="knows no thoughts"):
+            server.chat(reasoning_effort="high")
+
+
+def test_a_tool_that_must_be_called_is_called(nano):
+    model, tokenizer = nano
+    tokenizer = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    parameters = {"$defs": {"A": {"enum": [3, 4]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}
+    parameters |= {"required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("f", "g")]
+    named = {"type": "function", "function": {"name": "g"}}
+    with Server(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}) as server:
+        for choice, names in {"required": ["f", "g"], json.dumps(named): ["g"]}.items():
+            asked = {"tools": tools, "tool_choice": named if "{" in choice else choice, "max_tokens": 80}
+            whole = server.chat(**asked).choices[0]
+            (call,) = whole.message.tool_calls
+            assert whole.finish_reason == "tool_calls" and call.function.name in names
+            assert json.loads(call.function.arguments)["a"] in (3, 4)
+            chunks = [chunk.choices[0].delta.tool_calls for chunk in server.chat(stream=True, **asked)]
+            assert [each[0].function.arguments for each in chunks if each] == [call.function.arguments]
+        with pytest.raises(openai.BadRequestError, match="none of the `tools`"):
+            server.chat(tools=tools[:1], tool_choice=named)
