@@ -99,11 +99,9 @@ class MessageParser(ResponseParser):
         """Takes the end; `is_cut`: there was no room for more."""
         self._is_cut = is_cut
         self.finalize()
-        found = self._take()
-        if not found and not self._has_pieces:  # all of it in no field of the template
+        if self._template.implicit is None and not (self._pieces or self._has_pieces):  # all of it in no field
             self._add(self._buffer[self._offset :])
-            found = self._take()
-        return found
+        return self._take()
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         super()._open_explicit(events, field, m)

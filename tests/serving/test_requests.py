@@ -4,15 +4,17 @@ import inspect
 import json
 import re
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import openai
 import pytest
 from served import CHAT, IMAGE, Server, post, refusal
 from tiny import tiny_tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from wedlm_hf.serving.calls import RequestError, as_request_error
+from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError, as_request_error
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 
@@ -210,3 +212,41 @@ def test_a_response_says_the_id_of_its_request_the_clients_own_if_it_is_plain(se
     with pytest.raises(openai.BadRequestError) as caught:
         server.chat(max_tokens=0)
     assert caught.value.request_id
+
+
+def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
+    def dear(number):
+        schema = {"type": "integer", "multipleOf": number}
+        return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+    with Server(*nano, {"strategy": "wedlm", "verification": "exact"}) as server:
+        asked = {"messages": CHAT, "max_tokens": 5}
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(refusal, server, asked | dear(4 * 10**6 + each)) for each in range(4)]
+            post(server, asked)
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=5)
+            assert not all(each.done() for each in waiting)
+        for each in waiting:
+            status, error = each.result()
+            assert (status, error["param"]) == (400, "response_format")
+            assert "takes too long to prepare" in error["message"]
+        status, error = refusal(server, asked | {"n": 128, "max_tokens": 400, "logprobs": True, "top_logprobs": 20})
+        assert (status, error["param"]) == (400, "logprobs")
+        deep = json.loads('{"items":' * 200 + "{}" + "}" * 200)
+        form = {"type": "json_schema", "json_schema": {"schema": deep}}
+        assert refusal(server, asked | {"response_format": form})[0] == 400
+
+
+def test_a_request_of_many_answers_lets_others_in(model, tokenizer):
+    sent = []
+    asked = Asked([5], GenerationConfig(max_new_tokens=1), {"strategy": "ar"})
+    calls = CallManager(model)
+    calls.waiting = [Answer(asked, "many", tokenizer, sent.append, index) for index in range(20)]
+    calls.waiting.append(Answer(replace(asked, seed=1), "one", tokenizer, sent.append, 0))
+    batches = [calls.next_batch() for _ in range(4)]
+    assert [(batch[0].request_id, len(batch)) for batch in batches] == [
+        ("many", 8),
+        ("one", 1),
+        ("many", 8),
+        ("many", 4),
+    ]
