@@ -111,7 +111,7 @@ class ItemsResponse(ChatResponse):
                 pass
         return lambda: json.dumps(self._response())
 
-    async def chunks(self, includes_usage: bool) -> AsyncIterator[str]:
+    async def chunks(self, includes_usage: bool, counts_always: bool = False) -> AsyncIterator[str]:
         """The lines of a stream."""
         try:
             for kind in ("created", "in_progress"):
