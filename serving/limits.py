@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_LINES = 2**20  # that a chat template may run: about a second
+TEMPLATE = "<template>"  # Jinja's name for the file of a template
 LINES_IN_A_ROW = 256  # then other threads have their turn, which else would wait 5 ms for each of theirs
 PATIENCE = 30  # seconds for a trial on a machine that is busy
 
@@ -30,11 +31,13 @@ LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_bitmask()
 
 @contextmanager
 def counted_lines() -> Iterator[None]:
-    """Ends what runs inside, on this thread, by `TimeoutError` once it has run too many lines of Python."""
+    """Ends templates that are rendered inside, on this thread, by `TimeoutError` once they have run too many lines."""
     left, before = MOST_LINES, sys.gettrace()
 
     def count(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
+        if frame.f_code.co_filename != TEMPLATE:
+            return None
         left -= 1
         if left <= 0:
             raise TimeoutError("it takes too long")

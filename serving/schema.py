@@ -399,6 +399,7 @@ def read(body: Any, schema: type[Request]) -> Any:
     if not isinstance(nested, dict):
         message = f"`generation_config` must be an object, got {_shown(nested)}."
         raise RequestError(message, param="generation_config")
+    nested.pop("transformers_version", None)  # which `to_json_string` of a generation config adds
     if twice := sorted(body.keys() & nested.keys()):
         message = f"`{twice[0]}` stands in the request and in its `generation_config`: leave one out."
         raise RequestError(message, param=twice[0])

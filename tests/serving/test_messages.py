@@ -32,14 +32,15 @@ MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|
 CALLS = ['{"name": "f"}', '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {"n": 3}}', '{"name": f}',
          '[{"name": "f", "arguments": null}]', '{"name": "f", "arguments": "{}"}', '{"name": 5, "arguments": {}}',
          '{"name": "f", "arguments": {"x": NaN}}', '{"function": {"name": "f"}}', '{"name": "\\ud800"}', "[]", "null",
-         "[" * 2000, '{"name": "f", "arguments": [1]}']  # fmt: skip
+         '{"name": "f", "arguments": [1]}']  # fmt: skip
+ENOUGH = 10**6  # tokens
 WRITTEN = st.lists(st.sampled_from([*MARKS, *CALLS, "{", "}", "\n", "Hi ", "é", "5"]), max_size=9).map("".join)
 
 
-def answered(text, parser, *, stops=(), limit=10**6, sizes=(1,)):
+def answered(text, parser, *, stops=(), limit=ENOUGH, sizes=(1,)):
     """What an answer sends that a model writes so, in pieces of these sizes in turn."""
     sent, tokens = [], TOKENIZER(text).input_ids
-    config = GenerationConfig(eos_token_id=2, max_new_tokens=limit)
+    config = GenerationConfig(max_new_tokens=limit)
     answer = Answer(Asked([1], config, {}, parser=parser, stops=[*stops]), "id", TOKENIZER, sent.append, 0)
     while tokens:
         for size in sizes:
@@ -57,18 +58,20 @@ def answered(text, parser, *, stops=(), limit=10**6, sizes=(1,)):
 
 @settings(max_examples=1000, deadline=None)
 @given(
-    WRITTEN, st.sampled_from(sorted(PARSERS)), st.integers(1, 60), st.sampled_from([(), ("5",), ("</tool_call>", "}")])
+    WRITTEN,
+    st.sampled_from(sorted(PARSERS)),
+    st.integers(1, 60) | st.just(ENOUGH),
+    st.sampled_from([(), ("5",), ("</tool_call>", "}")]),
 )
 def test_whatever_a_model_writes_is_an_answer_the_same_in_whatever_pieces_it_comes(text, name, limit, stops):
-    for limited in (limit, 10**6):
-        items, answer = answered(text, PARSERS[name], stops=stops, limit=limited)
-        assert answered(text, PARSERS[name], stops=stops, limit=limited, sizes=(3, 1, 7))[0] == items
-        assert answer.finish_reason in ("stop", "length", "tool_calls")
-        for item in items:
-            if isinstance(item, ToolCall):
-                assert isinstance(json.loads(item.arguments), dict) and item.name == "f"
+    items, answer = answered(text, PARSERS[name], stops=stops, limit=limit)
+    assert answered(text, PARSERS[name], stops=stops, limit=limit, sizes=(3, 1, 7))[0] == items
+    assert answer.finish_reason in ("stop", "length", "tool_calls")
+    for item in items:
+        if isinstance(item, ToolCall):
+            assert isinstance(json.loads(item.arguments), dict) and item.name == "f"
     texts = [item for item in items if isinstance(item, str)]
-    if len(texts) == len(items) and not stops:  # nothing but marks disappears
+    if len(texts) == len(items) and not stops and limit == ENOUGH:  # nothing but marks disappears
         there, written = "".join(texts), text
         for mark in MARKS:
             there, written = there.replace(mark, ""), written.replace(mark, "")
@@ -84,6 +87,7 @@ THINKS = "So <tool_call> it\n</think>\nHi"
     ('<tool_call>[{"name": "f"}, {"name": "f", "parameters": {"a": 1}}]</tool_call>',
      [ToolCall("f", "{}"), ToolCall("f", '{"a": 1}')]),
     ('Hi<tool_call>{"name": </tool_call> rest', ['Hi<tool_call>{"name": </tool_call> rest']),
+    (f"<tool_call>{'[' * 1500}</tool_call>", [f"<tool_call>{'[' * 1500}</tool_call>"]),
     ('<tool_call>{"name": 5}</tool_call><tool_call>{"name": "f"}</tool_call>',
      ['<tool_call>{"name": 5}</tool_call>', ToolCall("f", "{}")]),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from served import CHAT, IMAGE, Server, post, refusal
+from served import CHAT, IMAGE, NAME, Server, post, refusal
 from tiny import tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -122,6 +122,15 @@ def test_what_asks_for_nothing_is_taken(endpoints, asked):
     for endpoint, body in endpoints.values():
         if endpoint.schema.model_fields.keys() >= asked.keys():
             endpoint.read(json.dumps(body | asked).encode())
+
+
+def test_transformers_chat_finds_the_model_loaded_and_may_send_what_it_sends(server):
+    with post(server, {"model": NAME}, "load_model") as response:
+        assert json.loads(response.read().decode().removeprefix("data: "))["status"] == "ready"
+    assert refusal(server, {"model": "other"}, "load_model")[0] == 404
+    config = GenerationConfig(do_sample=False, max_new_tokens=9).to_json_string()
+    with post(server, {"model": NAME, "messages": CHAT, "stream": True, "generation_config": config}) as response:
+        assert response.read().decode().endswith("data: [DONE]\n\n")
 
 
 def test_a_request_may_ask_for_no_least_length_where_the_checkpoint_stores_one(endpoints, nano, monkeypatch):
