@@ -207,7 +207,7 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     if not can_pack():
         return model
     if is_packed(model):
-        if (there := getattr(model, "_packed_bits", bits)) != bits:
+        if (there := getattr(model, "packed_in", bits)) != bits:
             raise ValueError(f"The model is packed in {there} bits already: load it again to have {bits}.")
         return model
     _check_packable(model)
@@ -235,7 +235,7 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
                 for parent, name in found:
                     setattr(parent, name, module)
     _use_fused_norms(model.float().requires_grad_(False))
-    model._packed_bits = bits  # type: ignore[assignment]
+    model.packed_in = bits  # type: ignore[assignment]
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
@@ -365,7 +365,7 @@ def is_packed(model: nn.Module) -> bool:
 
 def format_of(model: nn.Module) -> str:
     """The name of a model's format: one of [`PACKINGS`], or its dtype."""
-    bits = getattr(model, "_packed_bits", 16)
+    bits = getattr(model, "packed_in", 16)
     names = {number: name for name, number in PACKINGS.items()}
     return names[bits] if is_packed(model) else str(model.dtype).removeprefix("torch.")
 
