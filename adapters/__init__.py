@@ -1,4 +1,4 @@
-"""Mask adapters: any AR model writes its own text in fewer forwards (ALGORITHM.md §5, §8).
+"""Mask adapters: any AR model writes its own text in fewer forwards (docs/algorithm.md#mask-adapters).
 
 The import itself needs no torch: `wedlm --help` reads the settings of `wedlm adapt` from here.
 """

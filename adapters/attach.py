@@ -1,8 +1,9 @@
 """Mask adapters on the model object that a person has: any causal language model of transformers, as it was loaded.
 
-Nothing is converted or copied (ALGORITHM.md §8). Hooks on some linear layers update the rows that are slots, a hook on
-the embeddings gives slots their own, and one on the head notes their hidden states. The object's class becomes a
-subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_mask_adapter`] gives it back as it was.
+Nothing is converted or copied (docs/algorithm.md#mask-adapters). Hooks on some linear layers update the rows that are
+slots, a hook on the embeddings gives slots their own, and one on the head notes their hidden states. The object's
+class becomes a subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_mask_adapter`] gives it
+back as it was.
 """
 
 import os

@@ -18,7 +18,7 @@ Replay = tuple[str, int]  # kind and number of drafts
 
 
 def measure_acceptance(distillation: MaskDistillation, answers: Iterable[AnswerTokens]) -> tuple[int, Counter[Replay]]:
-    """Replays greedy verified decoding (ALGORITHM.md §4) of answers that the base itself chose greedily.
+    """Replays greedy verified decoding (docs/algorithm.md#verification) of the base's own greedy answers.
 
     Branches give each accepted token drafts; a chain has none after a rejection. A model that keeps a state decodes
     chains alone.

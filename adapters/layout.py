@@ -1,4 +1,4 @@
-"""Layout of mask-adapter training (ALGORITHM.md §5): whole answers, random cuts in them, and masks after each cut.
+"""Layout of mask-adapter training (docs/algorithm.md#mask-adapters): answers, random cuts, and masks after each cut.
 
 The base's own last row predicts the token right behind a cut, so the masks begin one position further on.
 

@@ -141,7 +141,7 @@ HOOKS = (Update, EmbedSlots, CatchSlots, CatchInner)
 
 
 class PreviousTokenHead(nn.Module):
-    """Corrects a mask's last hidden state once the two tokens before it are known (ALGORITHM.md §5).
+    """Corrects a mask's last hidden state once the two tokens before it are known (docs/algorithm.md#mask-adapters).
 
     A draft behind a token cannot know it while its own forward runs. Choosing the drafts one after the other, each
     through this small network, makes up for that; the base's own head then reads the corrected state.

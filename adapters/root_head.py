@@ -1,4 +1,4 @@
-"""Training of an adapter's root head, which drafts without masks (ALGORITHM.md §5).
+"""Training of an adapter's root head, which drafts without masks (docs/algorithm.md#mask-adapters).
 
 What it reads and what it learns are states of the base alone, which are computed once. A step on hundreds of kept rows
 costs less than a step on a few masks: apart from them, the head gets many steps.

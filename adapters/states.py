@@ -1,4 +1,4 @@
-"""Memory and mask runs of models that keep a state (ALGORITHM.md §9).
+"""Memory and mask runs of models that keep a state (docs/algorithm.md#states).
 
 The answers are read in pieces from cut to cut, without a graph, and the states at the cuts are kept. Then all runs of
 masks are one batch of short sequences on these states.

@@ -1,4 +1,4 @@
-"""When to commit, for a model that keeps a state (ALGORITHM.md §9; see state.py)."""
+"""When to commit, for a model that keeps a state (docs/algorithm.md#states; see state.py)."""
 
 # Pending tokens that are committed in any case, where reading them costs nothing.
 MOST_PENDING = 64

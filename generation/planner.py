@@ -1,4 +1,4 @@
-"""Which rows go into the next forward: one rule for chains, branches, trees and text drafts (ALGORITHM.md §6).
+"""Which rows go into the next forward: one rule for all verified decoders (docs/algorithm.md#planning).
 
 A step forwards each sequence's last final token (the *root*), n drafts, and m masks behind these rows. A draft's
 *reach* r is the chance that the AR head confirms it and all before it (the root's is 1); the accepted path ends at a

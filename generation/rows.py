@@ -1,4 +1,4 @@
-"""Rows: what a forward reads of a sequence. A step is a tree of them (paper §4.1, ALGORITHM.md §4).
+"""Rows: what a forward reads of a sequence. A step is a tree of them (docs/algorithm.md#branches-and-trees).
 
 `A` sequences in use, `Q` physical rows of a forward, `T` of them, the last ones, with logits.
 

@@ -1,4 +1,4 @@
-"""Models that keep a state: recurrent and convolutional layers (ALGORITHM.md §9).
+"""Models that keep a state: recurrent and convolutional layers (docs/algorithm.md#states).
 
 A state has read every row of a forward and can forget none, neither a failed draft nor a mask. So a forward with
 drafts or masks runs on a copy of the states, which is thrown away. The tokens that it made final stay pending: the

@@ -1,4 +1,4 @@
-"""Verified decoding: drafts are final as long as the AR head's own choices are these drafts (ALGORITHM.md §4).
+"""Verified decoding: drafts are final as long as they are the AR head's choices (docs/algorithm.md#verification).
 
 Behind its last final token, the *root* c, a sequence has drafts, which may branch, and masks behind c and behind
 drafts:

@@ -444,6 +444,16 @@ def test_the_words_that_people_search_for_are_titles():
     )
 
 
+def test_sections_of_the_algorithm_that_the_code_cites_are_there():
+    titles = re.findall(r"^## (.*)$", text_of("docs", "algorithm.md"), flags=re.MULTILINE)
+    files = [file for folder in ("generation", "adapters", "modeling_wedlm", "serving", "training", "tests")
+             for file in (ROOT / folder).rglob("*.py")]  # fmt: skip
+    cited = {
+        each for file in files for each in re.findall(r"algorithm\.md#([\w-]+)", file.read_text(encoding="utf-8"))
+    }
+    assert cited and cited <= {title.lower().replace(" ", "-") for title in titles}
+
+
 def messages() -> list[re.Pattern[str]]:
     """Every text literal of the package, with what is filled in at run time as a wildcard."""
     patterns = []

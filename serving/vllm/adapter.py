@@ -1,4 +1,4 @@
-"""Mask adapters on vLLM: low-rank updates of the rows that are masks, and of no others (ALGORITHM.md §5).
+"""Mask adapters on vLLM: low-rank updates of the rows that are masks alone (docs/algorithm.md#mask-adapters).
 
 The weights and their meaning are those of [`MaskAdapter`]; vLLM's layers are fused and cut over processes, its rows
 are those of all requests in one dimension, and compiled forwards and CUDA graphs want fixed buffers. So which rows are

@@ -3,7 +3,7 @@
 A request's speculative tokens are drafts f₁…f_d and, behind them, masks. vLLM runs them behind the last accepted token
 c at consecutive positions, and verifies them: drafts as any drafts, and the first mask is always rejected, since the
 model gives the mask token no chance, and replaced by the AR token. The masks' own rows of the same forward give the
-next drafts. See ALGORITHM.md §4 and [`VerifyRule`], which does the same in transformers:
+next drafts. See docs/algorithm.md#verification and [`VerifyRule`], which does the same in transformers:
 
     rows of a request       c  f₁ f₂ │ M  M  M  M         the AR row at f₂ and the first mask predict the same slot:
     predicted slots         0  1  2  │ 2  3  4  5         the AR head decides it, drafts start behind it

@@ -16,7 +16,7 @@ PAIR = ([START, 20, 21, 22, 23], [40, 41, 42, 43, 44, 45, 46, EOS])
 
 
 def exact_bound(model, context: list[int], continuation: list[int], block_size: int) -> float:
-    """The mean over all numbers and places of masks, one forward for each mask (ALGORITHM.md §2)."""
+    """The mean over all numbers and places of masks, one forward for each mask (docs/algorithm.md#training)."""
     tokens, total = context + continuation, 0.0
     for start in range(0, len(tokens), block_size):
         block = range(start, min(start + block_size, len(tokens)))
