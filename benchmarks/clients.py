@@ -42,7 +42,7 @@ whole = client.chat.completions.create(model="nano", messages=messages).choices[
 told = {"stream": True, "stream_options": {"include_usage": True}}
 parts = client.chat.completions.create(model="nano", messages=messages, **told)
 assert whole == "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-assert client.completions.create(model="nano", prompt="1, 2, 3", max_tokens=9).choices[0].text
+assert isinstance(client.completions.create(model="nano", prompt="def add(a, b):").choices[0].text, str)
 assert client.chat.completions.parse(model="nano", messages=messages, response_format=Number).choices[0].message.parsed
 tools = [pydantic_function_tool(Add, name="add")]
 for choice in ("required", {"type": "function", "function": {"name": "add"}}):

@@ -155,9 +155,9 @@ class Endpoint:
             "tool_choice": getattr(request, "must_call", False),
             "response_format": getattr(request, "wanted_schema", (None, None))[0] is not None,
         }
-        if not is_ordered and (name := next((name for name, is_asked in needs.items() if is_asked), None)):
-            message = f"`{name}` needs each token's predecessors"
-            raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=name)
+        if not is_ordered and (wrong := next((name for name, is_asked in needs.items() if is_asked), None)):
+            message = f"`{wrong}` needs each token's predecessors"
+            raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=wrong)
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
             asked = [replace(each, seed=seed) for each in asked for seed in seeds]

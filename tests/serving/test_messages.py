@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS, ReasoningText, ToolCall
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError
+from wedlm_hf.serving.calls import Answer, Asked, RequestError
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel
 from wedlm_hf.serving.message import CallParser, MessageParser, PlainParser
 
@@ -139,15 +139,14 @@ def scripted():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
 
-    def write(calls, batch):
+    def write(batch):
         for answer in batch:
             answer.put(tokenizer(server.text).input_ids)
             answer.finish("stop")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallManager, "_generate", write)
-        with Server(tiny_model(max_position_embeddings=10**5), tokenizer, {"strategy": "ar"}) as server:
-            yield server
+    with Server(tiny_model(max_position_embeddings=10**5), tokenizer, {"strategy": "ar"}) as server:
+        server.app.state.desk.calls._generate = write
+        yield server
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

@@ -231,7 +231,7 @@ def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
     with Server(*nano, {"strategy": "wedlm", "verification": "exact"}) as server:
         asked = {"messages": CHAT, "max_tokens": 5}
         with ThreadPoolExecutor(4) as pool:
-            waiting = [pool.submit(refusal, server, asked | dear(4 * 10**6 + each)) for each in range(4)]
+            waiting = [pool.submit(refusal, server, asked | dear(4000009 + 2 * each)) for each in range(4)]
             post(server, asked)
             urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=5)
             assert not all(each.done() for each in waiting)
