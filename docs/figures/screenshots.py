@@ -1,4 +1,4 @@
-"""Makes the screenshots of docs/: the replay, and the race at the top of the README.
+"""Makes the screenshots of docs/: the replay, the page of the server, and the race at the top of the README.
 
 python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default all
 
@@ -9,10 +9,13 @@ import io
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -21,6 +24,7 @@ from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace.page import page as trace_page
 from wedlm_hf.eval.trace.record import record
+from wedlm_hf.serving.server import build_app
 
 FOLDER = Path(__file__).parent
 # τ is far below the checkpoint's own, so that there is more to see than forwards that fill their whole window.
@@ -29,12 +33,6 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
         "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?",
         {"window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02},
         13,
-    ),
-    "trace-exact": (
-        "Give me JSON for this: Rosa lives at 74 Bridge Street in Paris. Rosa is 37.",
-        {"verification": "exact", "adaptive_window": False, "window_size": 8, "draft_threshold": 2.5}
-        | {"do_sample": True, "temperature": 1.5, "max_new_tokens": 60},
-        2,
     ),
 }
 
@@ -91,10 +89,34 @@ def race(browser: Browser, name: str) -> None:
         )
 
 
+def page(browser: Browser, name: str) -> None:
+    """The page of `wedlm serve`, in the middle of a race."""
+    model, tokenizer = LoadingOptions(threads=1).load(None)
+    application = build_app(NANO.name, model, tokenizer, {"strategy": "wedlm"})
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        page = open_page(browser, f"http://127.0.0.1:{port}", 1280, 1160, "light")
+        page.locator("#examples button", has_text="Anna has 347").click()
+        page.locator(".acts button", has_text="Race").click()
+        page.locator("#runs tr").first.wait_for()
+        page.evaluate("pause(), seek(0), scrollTo(0, 0)")
+        for _ in range(6):
+            page.locator("#step").click()
+        page.screenshot(path=FOLDER / f"{name}.png")
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 FIGURES: dict[str, Callable[[Browser], None]] = {
     "trace": lambda browser: replay(browser, "trace", "light"),
-    "trace-exact": lambda browser: replay(browser, "trace-exact", "dark"),
     "race": lambda browser: race(browser, "race"),
+    "page": lambda browser: page(browser, "page"),
 }
 
 

@@ -81,10 +81,10 @@ def record_prompt(
             if turn > MOST_TURNS or not ar or Speed.of(ar, [own]).is_possible:
                 break
         for name, options in decoders.items():
-            own = _keeping(options, name) if not turn else dict(options)
-            own |= {"logits_processor": [processors()]} if processors else {}
+            keywords = _keeping(options, name) if not turn else dict(options)
+            keywords |= {"logits_processor": [processors()]} if processors else {}
             stream = None if turn or streamer is None else streamer(name)
-            call = partial(decode_call, model, tokenizer, [tokens], own, stream, seed=seed)
+            call = partial(decode_call, model, tokenizer, [tokens], keywords, stream, seed=seed)
             calls[name].append(run(call))
     runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
     return Recording(prompt, tokens, runs)

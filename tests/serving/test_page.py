@@ -9,17 +9,21 @@ import socket
 import threading
 import time
 import urllib.request
+import webbrowser
 
 import pytest
 import torch
 from pydantic import TypeAdapter
 from served import CHAT, NAME, Server, post, refusal
 from tiny import tiny_model, tiny_tokenizer
+from typer.testing import CliRunner
 
+from wedlm_hf import cli
 from wedlm_hf.adapters import add_mask_adapter
 from wedlm_hf.console.prompts import DEMO_PROMPTS
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace.page import Trace
+from wedlm_hf.serving import server as server_module
 
 COUNT, APPLES, _, TO_JSON = DEMO_PROMPTS[:4]
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"
@@ -336,6 +340,25 @@ def test_what_cannot_be_answered_is_said_and_the_question_stays(tab):
     assert "The same text" in page.locator("#status").inner_text()
 
 
+def test_thoughts_code_and_json_are_set_apart_from_the_rest_of_an_answer(tab):
+    page = tab()
+    until(page, "ABOUT")
+
+    def shown(content, thoughts="", **options):
+        turn = {"role": "assistant", "content": content, "thoughts": thoughts, "options": options, "ended": "done"}
+        page.evaluate("turn => { talk.turns = [{role: 'user', content: '?'}, turn]; showTurns(); }", turn)
+        folded = page.locator("#turns .thoughts:not([hidden]) > div").all_text_contents()
+        return folded, said(page)[0], page.locator("#turns pre").all_text_contents()
+
+    assert shown("7", "3 + 4 ...") == (["3 + 4 ..."], "7", [])
+    assert shown("<think>\n3 + 4 ...\n</think>\n\n7") == (["3 + 4 ..."], "7", [])
+    assert shown("<think>3 + 4") == (["3 + 4"], "", [])  # cut before it was over
+    assert shown("Try\n```py\nprint(1)\n```\nso.") == ([], "Try\nprint(1)so.", ["print(1)"])
+    assert shown("[1] says so") == ([], "[1] says so", [])
+    assert shown('{"a":[1,{}],"b":"x{"}')[2] == ['{\n  "a": [\n    1,\n    {}\n  ],\n  "b": "x{"\n}']
+    assert shown('{"a":[1', response_format={"type": "json_object"})[2] == ['{\n  "a": [\n    1']  # cut, too
+
+
 def test_it_fits_a_phone_in_the_dark_says_where_it_scrolls_and_every_control_has_a_name(tab):
     page = tab(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 844})
@@ -437,3 +460,28 @@ def test_the_page_offers_the_decoders_that_suit_the_model(server):
     found = about(server)
     assert [*found["decoders"]] == ["ar", "block", "wedlm", "wedlm+exact"] and found["is_toy"]
     assert found["decoders"]["wedlm"]["settings"]["window_size"] == 6  # the checkpoint's own
+
+
+def test_streams_tell_the_usage_in_every_chunk_where_they_are_asked_to(server):
+    chunks = list(server.chat(stream=True, stream_options={"continuous_usage_stats": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+    assert len(counts) > 3 and counts == sorted(counts) and counts[-1] == server.chat().usage.completion_tokens
+
+
+def test_when_the_server_ends_a_replay_does_too(nano, slow):
+    with Server(*nano, {"strategy": "ar"}) as server:
+        response = post(server, {"messages": CHAT, "min_new_tokens": 400}, "page/replay")
+        response.readline()
+        (watcher,) = server.app.state.desk.running
+        watcher.is_cancelled.set()  # as the server's shutdown does
+        assert "the server ends" in response.read().decode()
+
+
+def test_the_command_opens_the_page_of_wedlm_nano(monkeypatch):
+    opened, served = [], []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(server_module, "run", lambda app, listening, about: served.append(about))
+    for words in ([], ["--open"]):
+        result = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--threads", "1", *words])
+        assert result.exit_code == 0, result.stderr
+    assert len(opened) == 1 and served[1] == f"wedlm-nano: {opened[0]}/v1, and a page at {opened[0]}"
