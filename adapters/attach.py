@@ -27,11 +27,10 @@ from ..generation.attention import (
     layer_types,
 )
 from ..generation.cache import WindowCache
+from ..generation.drafter import head_rows
 from ..generation.mixin import WeDLMGenerationMixin
-from ..generation.rows import Row, SequenceState, lay_out
-from ..generation.sampling import TokenSampler
+from ..generation.rows import Row, SequenceState, Tree, lay_out
 from ..generation.state import keeps_state, prepare_chunks, short_chunks
-from ..generation.tree_drafter import TreeDrafter, head_rows
 from ..generation.versions import cache_name, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
     MaskAdapterSettings,
@@ -118,10 +117,10 @@ class AttachedModel(WeDLMGenerationMixin):
         found = adapter.matrices(self.dtype, self._is_packed)
         return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head, found.multiply)
 
-    def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
-        """See [`TreeDrafter`]."""
-        frequent = _frequent(self) if has_branches and self.drafts_from_root else None
-        return TreeDrafter(sampler, end_tokens, self, has_branches, frequent)
+    def root_shortlist(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+        """The tokens that the root head drafts among, `(S,)` int64, and what scores them: some rows of the head.
+        `None` where single rows cannot be read."""
+        return _frequent(self)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
@@ -142,8 +141,7 @@ def _attached(base: type) -> type:
 
 @torch.no_grad()
 def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
-    """The tokens that drafts from the root's state are among, and what gives their scores: some rows of the head. None
-    where single rows cannot be read."""
+    """See [`AttachedModel.root_shortlist`]."""
     head, adapter = model.get_output_embeddings(), model.mask_adapter
     is_packed, table = isinstance(head, PackedLinear), head_rows(head)
     if table is None and not is_packed:
@@ -600,10 +598,8 @@ def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: 
     """Logits of tokens behind the first `known` ones, `(1, T, V)`; with masks behind, the forward is forgotten."""
     sequence = SequenceState(0, tokens, len(tokens), known, 1)
     count = sequence.pending
-    sequence.rows = [
-        *sequence.pending_rows,
-        *(Row(None, len(tokens) + place, count - 1 + place) for place in range(masks)),
-    ]
+    guesses = (Row(None, len(tokens) + place, count - 1 + place) for place in range(masks))
+    sequence.rows = Tree([*sequence.pending_rows, *guesses])
     step = lay_out([sequence], [0], 0, model.device)
     cache.announce(step)
     inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
@@ -622,7 +618,7 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
     sequence = SequenceState(0, known, len(known), 0, 1)
     cache.open([[*known, 0]], model.device, model.config)
     for part, count in ((sequence.pending_rows, None), (rows, slots)):
-        sequence.rows = part
+        sequence.rows = Tree(part)
         step = lay_out([sequence], [0], 0, model.device)
         cache.announce(step)
         masks = attention.masks(step, step.position_ids)

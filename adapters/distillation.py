@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
+from ..generation.drafter import scaled
 from ..generation.rows import Row
 from ..generation.state import keeps_state, short_chunks
-from ..generation.tree_drafter import scaled
 from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close

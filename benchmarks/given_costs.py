@@ -1,6 +1,7 @@
 """Speed of verified decoding where forwards take given times: the same on every machine, however busy.
 
     python benchmarks/given_costs.py BASE examples/smollm2/prompts-heldout.jsonl examples/smollm2 [ADAPTER ...]
+    python benchmarks/given_costs.py examples/wedlm-nano examples/wedlm-nano/tasks.jsonl
 
 The planner's clock shows times of forwards by their rows, and so much more where masks are among them: those of
 SmolLM2 on packed layers, on a Xeon with AVX-512 and without AMX, in AR steps.
@@ -61,7 +62,7 @@ class Clock:
 def main(
     base: str,
     prompts: Path,
-    adapters: list[str],
+    adapters: Annotated[list[str] | None, typer.Argument(help="None: the masks of the base, a WeDLM model.")] = None,
     count: Annotated[int, typer.Option(help="Questions, spread over the file.")] = 16,
     max_new_tokens: int = 96,
     masks: Annotated[float, typer.Option(help="AR steps that masks add, beside 0.01 for each.")] = 0.26,
@@ -70,7 +71,7 @@ def main(
 ) -> None:
     """Print a row for each adapter."""
     rows = []
-    for adapter in adapters:
+    for adapter in adapters or [None]:
         model, tokenizer = load_adapted(base, adapter, dtype=getattr(torch, dtype))
         questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
         clock, tokens = Clock(masks), 0

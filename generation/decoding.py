@@ -18,7 +18,6 @@ of the model but its `forward`.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from transformers.generation import MaxTimeCriteria, StopStringCriteria
 from .attention import StepAttention
 from .cache import WindowCache
 from .request import DecodingRequest
-from .rows import SequenceState, Step, lay_out
-from .rules import Rule, SequenceOutcome, StepOutcome
+from .rows import SequenceState, Step, Tree, lay_out
+from .rules import Rule, SequenceOutcome, StepOutcome, on_host
 from .state import keeps_state, short_chunks
 from .versions import cache_name
 
@@ -109,7 +108,7 @@ class ParallelDecoder:
     def _plan(self, sequences: Sequence[SequenceState]) -> None:
         unfinished = [sequence for sequence in sequences if not sequence.is_finished]
         for sequence in sequences:
-            sequence.rows = []
+            sequence.rows = Tree()
         for sequence, rows in zip(unfinished, self.rule.rows(unfinished), strict=True):
             sequence.rows = rows
 
@@ -162,11 +161,9 @@ class ParallelDecoder:
 
     def _settle(self, outcome: StepOutcome) -> list[SequenceOutcome]:
         """Settles each sequence by the rule's readings. The host waits for the device here, and nowhere else."""
-        readings = [outcome.is_broken[:, None], *outcome.readings]
-        ends = [0, *accumulate(reading.shape[1] for reading in readings)]
         found = []
-        for sequence, numbers in zip(outcome.step.sequences, torch.cat(readings, dim=1).tolist(), strict=True):
-            (is_broken,), *own = (numbers[start:end] for start, end in pairwise(ends))
+        readings = on_host((outcome.is_broken, outcome.readings))
+        for sequence, (is_broken, own) in zip(outcome.step.sequences, readings, strict=True):
             if is_broken:
                 raise ValueError(
                     f"There is nothing to choose from in forward {self.steps}, sequence {sequence.index}: the model's "

@@ -1,140 +1,330 @@
-"""Drafts: tokens that may follow a sequence, from masks and from logits processors that know what comes next. A mask
-adapter has a drafter of its own (tree_drafter.py).
+"""What may follow a sequence: the sources of drafts, in the order in which they are asked.
 
-`A` sequences, `K` masks of each, `V` vocabulary.
+    masks        the model's own (WeDLM), or those of a mask adapter
+    root         a mask adapter's head on the state of the last row, where no masks drafted
+    text         what followed where the last tokens stood before
+    constraint   what a logits processor expects, such as `grammar.JSONConstraint`
+
+Each adds its drafts to the [`Tree`] of the sequence. Another one takes a class with `guess` and `add`, and its line in
+[`make_drafter`].
+
+`A` sequences, `K` masks of each, `D` drafts of a depth, `B` paths that are followed, `C` children of a draft, `S`
+tokens of a shortlist, `H` hidden size, `V` vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from heapq import heappop, heappush
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .rows import Row, SequenceState
-from .sampling import TokenSampler, token_entropy
+from .lookup import TextLookup
+from .rows import ADAPTER_MASKS, CERTAIN, MOST_DRAFTS, OWN_MASKS, MaskRun, SequenceState, Tree
+from .sampling import SHORTLIST, TokenSampler
 
-# Chances travel to the host as integers, in this unit.
-UNIT = 2.0**-30
-# The chance of a draft that is the only token a constraint allows. No mask's draft has it.
-CERTAIN = 1.0
-# What a draft's chance is taken for before anything is known.
-CHANCE = 0.7
-# Drafts of a sequence that a step checks at most, and drafts without masks.
-MOST_DRAFTS = 12
+# Where drafts branch: likeliest tokens of a position that become drafts, and likeliest paths that are followed.
+CHILDREN, PATHS = 3, 4
 
 
-class Outlook(NamedTuple):
-    """What may follow a sequence."""
+class Seen(NamedTuple):
+    """What a forward shows of the end of each sequence's accepted path, on the device; also of sequences that turn out
+    to be finished."""
 
-    drafts: list[Row]  # parents first
-    foreseen: int  # depths down to which masks drafted
-    room: int  # new tokens allowed
+    before: torch.Tensor  # `(A, 2)` int64, the last two tokens
+    offsets: torch.Tensor  # `(A, 1)` int64, new tokens so far
+    sequences: list[int]  # each entry's place in the call
+    # `(A, K, V)` float32, raw, of the drafting masks behind the path, if there are any; those of the last one repeat
+    # where an entry has fewer than K. They are overwritten.
+    logits: torch.Tensor | None
+    hidden: torch.Tensor | None  # `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them
+    root: torch.Tensor | None  # `(A, 1, H)`, what the root head makes of the row that chose the last token
+    all_masked: bool  # whichever path is accepted has masks behind
+
+
+class Source(Protocol):
+    """Something that knows what may follow."""
+
+    def guess(self, seen: Seen) -> Any:
+        """What it has to know of a forward: a NamedTuple of tensors `(A, …)`, or such ones nested, or `None`."""
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds drafts to those of the sources before.
+
+        Args:
+            tree: of the sequence, whose last token is the root.
+            sequence: as it is now.
+            masks: how many masks drafted behind its path.
+            guess: the sequence's part of what [`guess`] found, with lists in the place of tensors.
+        """
+
+
+class Ranked(NamedTuple):
+    """The likeliest tokens of positions, the first one most likely."""
+
+    tokens: torch.Tensor  # `(A, K, C)` int64
+    chances: torch.Tensor  # `(A, K, C)` float32
+
+
+class OwnMasks:
+    """Masks that the model itself was trained to fill: each predicts its position, whatever is drafted before it."""
+
+    def __init__(self, sampler: TokenSampler, children: int):
+        self.sampler, self.children = sampler, children
+
+    def guess(self, seen: Seen) -> Ranked | None:
+        """See [`Source`]."""
+        if (logits := seen.logits) is None:
+            return None
+        self.sampler.suppress(logits)
+        count, depth, size = logits.shape
+        scores, shortlist = logits.topk(min(SHORTLIST, size - 1))  # (A, K, S)
+        share = (scores.logsumexp(-1) - logits.logsumexp(-1)).exp()
+        offsets = (seen.offsets + torch.arange(depth, device=logits.device)).view(-1, 1)
+        homes = [place for place in seen.sequences for _ in range(depth)]
+        tokens, chances = self.sampler.draft(
+            scores.flatten(0, 1)[:, None], shortlist.flatten(0, 1), offsets, homes, self.children
+        )
+        return Ranked(tokens.view(count, depth, -1), chances.view(count, depth, -1) * share[..., None])
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds the likeliest paths, since a path's chance is the product of its drafts'."""
+        ranked = [] if guess is None else [list(zip(*each, strict=True)) for each in zip(*guess, strict=True)][:masks]
+        if not ranked:
+            return
+        most = len(tree) + masks + MOST_DRAFTS
+        heap = [(-ranked[0][0][1], 0, 0, -1, 1.0)]  # reach, depth, rank, parent and the parent's reach
+        while heap and len(tree) < most:
+            reach, depth, rank, parent, before = heappop(heap)
+            token, chance = ranked[depth][rank]
+            place = tree.add(token, parent, _likely(chance))
+            if rank + 1 < len(ranked[depth]):
+                heappush(heap, (-before * ranked[depth][rank + 1][1], depth, rank + 1, parent, before))
+            if place is not None and depth + 1 < len(ranked):
+                heappush(heap, (reach * ranked[depth + 1][0][1], depth + 1, 0, place, -reach))
+
+
+class Grown(NamedTuple):
+    """The drafts of one depth."""
+
+    parents: torch.Tensor  # `(A, D)` int64, which of the drafts of the depth before
+    tokens: torch.Tensor  # `(A, D)` int64
+    chances: torch.Tensor  # `(A, D)` float32
+
+
+class AdapterMasks:
+    """Masks of a mask adapter, one after the other: its previous-token head reads the drafts before."""
+
+    def __init__(self, sampler: TokenSampler, model: Any, children: int, paths: int):
+        self.sampler, self.model, self.children, self.paths = sampler, model, children, paths
+        self.config = model.config.get_text_config(decoder=True)
+
+    def guess(self, seen: Seen) -> list[Grown] | None:
+        """See [`Source`]."""
+        if seen.logits is None:
+            return None
+        assert seen.hidden is not None
+        self.sampler.suppress(seen.logits)
+        # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
+        shortlist = seen.logits.topk(min(SHORTLIST, seen.logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
+        found, paths = [], seen.before[:, None]  # (A, B, 2), the last two tokens of each
+        reaches = torch.ones(paths.shape[:2], device=seen.logits.device)  # (A, B)
+        for depth in range(shortlist.shape[1]):
+            # Of the masks behind the first, the root's state knows nothing.
+            of_root = None if depth else seen.root
+            scores = self._scores(seen.hidden[:, depth], shortlist[:, depth], paths, of_root)  # (A, B, S)
+            offsets = seen.offsets + depth
+            tokens, chances = self.sampler.draft(scores, shortlist[:, depth], offsets, seen.sequences, self.children)
+            joint = (reaches[..., None] * chances).flatten(1)
+            most = 2 * self.children if self.paths > 1 else 1  # drafts of one depth
+            kept = joint.topk(min(joint.shape[1], most)).indices
+            own = tokens.flatten(1).gather(1, kept)
+            found.append(Grown(kept // self.children, own, chances.flatten(1).gather(1, kept)))
+            followed = kept[:, : self.paths]
+            reaches = joint.gather(1, followed)
+            last = paths[..., 1].gather(1, followed // self.children)
+            paths = torch.stack([last, own[:, : self.paths]], -1)
+        return found
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds the drafts of each depth behind those of the depth before."""
+        places: list[int | None] = [-1]
+        for grown in (guess or ())[:masks]:
+            drafts = zip(grown.parents, grown.tokens, grown.chances, strict=True)
+            places = [tree.add(token, places[parent], _likely(chance)) for parent, token, chance in drafts]
+
+    def _scores(
+        self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor, of_root: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The scores of each path's next draft, `(A, B, S)` float32.
+
+        Args:
+            hidden: `(A, H)`, last hidden states of masks.
+            shortlist: `(A, S)` int64, the tokens to choose from.
+            before: `(A, B, 2)` int64, the two tokens before.
+            of_root: `(A, 1, H)`, what the root head makes of the rows before, where these are the first masks.
+        """
+        states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before, of_root)
+        head = self.model.get_output_embeddings()
+        if (table := head_rows(head)) is None:
+            return scaled(head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)), self.config)
+        scores = states.float() @ table[shortlist].float().mT
+        return scaled(scores if head.bias is None else scores + head.bias[shortlist][:, None].float(), self.config)
+
+
+class RootState:
+    """The state of the last row, where no masks drafted: it knows something of the token behind the next.
+
+    Args:
+        tokens: `(S,)` int64, those that it drafts among.
+        head: what scores them, from a state.
+    """
+
+    def __init__(self, sampler: TokenSampler, config: Any, tokens: torch.Tensor, head: Any, children: int):
+        self.sampler, self.tokens, self.head, self.children = sampler, tokens, head, children
+        self.config = config.get_text_config(decoder=True)
+
+    def guess(self, seen: Seen) -> Ranked | None:
+        """See [`Source`]."""
+        if seen.root is None or seen.all_masked:
+            return None
+        scores, tokens = scaled(self.head(seen.root), self.config), self.tokens.expand(len(seen.root), -1)
+        return Ranked(*self.sampler.draft(scores, tokens, seen.offsets, seen.sequences, self.children))
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds drafts of the next token."""
+        if not masks and guess is not None:
+            for token, chance in zip(*guess.tokens, *guess.chances, strict=True):
+                tree.add(token, chance=_likely(chance))
+
+
+class Text:
+    """What the text itself had before, see [`TextLookup`]."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[int, TextLookup] = {}
+
+    def guess(self, seen: Seen) -> None:
+        """Nothing."""
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds one path, whose chances nobody knows."""
+        lookup = self._lookups.setdefault(sequence.index, TextLookup())
+        known, place = [tree[place].token for place in tree.likeliest(-1)[:1]], -1
+        for token in lookup.drafts(sequence.tokens, known, MOST_DRAFTS):
+            if (added := tree.add(token, place)) is None:
+                break
+            place = added
+
+
+class Constraint:
+    """A processor that knows what answers may be and how they go on. Others' drafts that it forbids never get into the
+    tree (see [`Drafter`])."""
+
+    def __init__(self, processor: Any, has_branches: bool):
+        self.processor, self.has_branches = processor, has_branches
+
+    def guess(self, seen: Seen) -> None:
+        """Nothing."""
+
+    def add(self, tree: Tree, sequence: SequenceState, masks: int, guess: Any) -> None:
+        """Adds the tokens that it expects, behind each draft of the likeliest continuation. Where drafts may not
+        branch, they take the place of what stood there."""
+        answer, line = list(sequence.new_tokens), -1  # the draft at the end of the likeliest continuation
+        while True:
+            if expected := self.processor.ahead(answer, MOST_DRAFTS):
+                place: int | None = line
+                if not self.has_branches:
+                    tree.cut(line + 1)
+                for token, chance in expected:
+                    place = tree.add(token, place, chance)
+            children = [place for place in tree.children(line) if tree[place].chance not in (None, CERTAIN)]
+            if not children or tree[children[0]].is_sibling:
+                return
+            line = children[0]
+            answer.append(tree[line].token)
 
 
 class Drafter:
-    """Drafts the likeliest token of each mask by the model's own logits, up to the first mask that is unsure.
+    """Asks all sources of a call.
 
     Args:
-        sampler: of the AR head.
-        end_tokens: tokens that end a sequence.
-        draft_threshold: nats; drafts end at the first mask whose H is not below it.
+        sources: in this order.
+        run: how masks stand behind a row.
+        end_tokens: that end a sequence.
+        constraints: processors that say which drafts are allowed.
+        root_hidden: the root head of the model, if it drafts: from states `(A, 1, H)` and the two tokens before.
     """
 
-    # Masks behind a row that draft nothing: the first one stands at the position that the row itself predicts.
-    skipped_masks = 1
-    has_branches = False
-    reads_root = False  # it drafts from the root's state, too
-
-    def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
-        self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
-        # Processors that know what answers may be and how they go on: `grammar.JSONConstraint`.
-        self.constraints: list[Any] = [each for each in sampler.processors if hasattr(each, "ahead")]
-
-    def guess(
+    def __init__(
         self,
-        logits: torch.Tensor | None,
-        hidden: torch.Tensor | None,
-        before: torch.Tensor,
-        offsets: torch.Tensor,
-        rows: list[int],
-        root: torch.Tensor | None = None,
-        has_masks: bool = False,
-    ) -> list[torch.Tensor]:
-        """Predicts what may follow, on the device; also for sequences that turn out to be finished.
+        sources: Sequence[Source],
+        run: MaskRun,
+        end_tokens: frozenset[int] = frozenset(),
+        constraints: Sequence[Any] = (),
+        root_hidden: Any = None,
+    ):
+        self.sources, self.run, self.end_tokens, self.constraints = sources, run, end_tokens, constraints
+        self.root_hidden = root_hidden
 
-        Args:
-            logits: `(A, K, V)` float32, raw, of the drafting masks, if there are any; those of the last one repeat
-                where an entry has fewer than K. They are overwritten.
-            hidden: `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them; `(A, K, 2H)`
-                with inner states behind.
-            before: `(A, 2)` int64, the last two tokens.
-            offsets: `(A, 1)` int64, new tokens so far.
-            rows: each entry's place in the call.
-            root: `(A, 1, H)` or `(A, 1, 2H)`, of the rows that chose the last token, if the drafter reads them.
-            has_masks: each row that may be the last of an entry's path has masks behind.
+    @property
+    def reads_root(self) -> bool:
+        """Whether it drafts from the state of the row that chose the last token, too."""
+        return self.root_hidden is not None
 
-        Returns:
-            What [`drafts`] reads, each `(A, …)` int64 or bool: here each mask's token (-1 where logits are NaN),
-            whether the mask is sure, and the token's chance.
-        """
-        assert logits is not None
-        entropy = token_entropy(logits)
-        self.sampler.suppress(logits)
-        chances, tokens = logits.softmax(-1).max(-1)
-        tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.draft_threshold
-        return [tokens, is_sure, (chances / UNIT).long()]
+    def guess(self, seen: Seen) -> list[Any]:
+        """What each source has to know of a forward. `seen.root` is the row's own state, `(A, 1, …)`."""
+        if seen.root is not None:
+            seen = seen._replace(root=self.root_hidden(seen.root, seen.before[:, None]))
+        return [source.guess(seen) for source in self.sources]
 
-    def drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
-        """The drafts behind a sequence's final tokens, parents first: those of its `masks` masks, by its part of what
-        [`guess`] found, and those of constraints."""
-        drafts = self._drafts(sequence, masks, guesses)
-        for constraint in self.constraints:
-            drafts = self._constrained(drafts, sequence.new_tokens, constraint)
-        return drafts
+    def drafts(self, sequence: SequenceState, masks: int, guesses: Sequence[Any]) -> Tree:
+        """The drafts behind a sequence's final tokens, where so many masks drafted."""
 
-    def _drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
-        run: list[Row] = []
-        triples = list(zip(*guesses, strict=True))[:masks]
-        if any(token < 0 for token, _, _ in triples):
-            raise ValueError(
-                "The logits of masks are NaN or infinite: the checkpoint is broken, or its dtype overflows."
-            )
-        for depth, (token, is_sure, chance) in enumerate(triples, 1):
-            if not is_sure:
-                break
-            run.append(Row(token, depth, depth - 2, min(chance * UNIT, CERTAIN - UNIT)))
-            if token in self.end_tokens:
-                break
-        return run
+        def allows(path: list[int]) -> bool:
+            return all(each.allows([*sequence.new_tokens, *path]) for each in self.constraints)
 
-    def _constrained(self, drafts: Sequence[Row], answer: Sequence[int | None], constraint: Any) -> list[Row]:
-        """The drafts that a constraint allows, and the tokens that it expects behind the likeliest of them."""
-        kept: list[Row] = []
-        found = {-1: (-1, [*answer])}  # of each draft that stays, its new place and the answer up to it
-        for place, draft in enumerate(drafts):
-            parent, text = found.get(draft.parent, (-1, None))
-            if text is not None and constraint.allows(text := [*text, draft.token]):
-                found[place] = len(kept), text
-                is_sibling = any(other.parent == parent for other in kept)
-                kept.append(draft._replace(parent=parent, is_sibling=is_sibling))
-        line = -1  # the draft at the end of the likeliest continuation
-        while True:
-            if expected := constraint.ahead(answer, MOST_DRAFTS):
-                del kept[len(kept) if self.has_branches else line + 1 :]
-                self._add_path(kept, expected, line)
-            children = [n for n, each in enumerate(kept) if each.parent == line and each.chance not in (None, CERTAIN)]
-            if not children or kept[children[0]].is_sibling:
-                return kept
-            line = children[0]
-            answer = [*answer, kept[line].token]
+        tree = Tree(ends=self.end_tokens, allows=allows if self.constraints else None)
+        for source, guess in zip(self.sources, guesses, strict=True):
+            source.add(tree, sequence, masks, guess)
+        return tree
 
-    def _add_path(self, drafts: list[Row], expected: Sequence[tuple[int, float | None]], parent: int = -1) -> None:
-        """Adds a run of tokens, with their chances, behind a parent, where they are not drafted already."""
-        first = 1 + (drafts[parent].position if parent >= 0 else 0)
-        for depth, (token, chance) in enumerate(expected, first):
-            siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
-            same = [place for place in siblings if drafts[place].token == token]
-            if not same:
-                drafts.append(Row(token, depth, parent, chance, bool(siblings)))
-            if token in self.end_tokens:
-                break
-            parent = same[0] if same else len(drafts) - 1
+
+def make_drafter(model: Any, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> Drafter:
+    """The sources of a call. `has_branches`: a position has several drafts, of masks and of the text; else one."""
+    constraints = [each for each in sampler.processors if hasattr(each, "ahead")]
+    children = min(CHILDREN, model.config.get_text_config(decoder=True).vocab_size - 1) if has_branches else 1
+    sources: list[Source] = []
+    run, root_hidden = OWN_MASKS, None
+    if model.has_mask_adapter:
+        run, root_hidden = ADAPTER_MASKS, model.root_hidden if model.drafts_from_root else None
+        sources.append(AdapterMasks(sampler, model, children, PATHS if has_branches else 1))
+        if has_branches and root_hidden is not None and (shortlist := model.root_shortlist()) is not None:
+            sources.append(RootState(sampler, model.config, *shortlist, children))
+    else:
+        sources.append(OwnMasks(sampler, children))
+    if has_branches:
+        sources.append(Text())
+    sources += [Constraint(each, has_branches) for each in constraints]
+    return Drafter(sources, run, end_tokens, constraints, root_hidden)
+
+
+def _likely(chance: float) -> float:
+    """A chance below that of what is certain; 0 where a head gives NaN, since what it drafts changes no text."""
+    return min(chance, CERTAIN - 2.0**-24) if chance == chance else 0.0
+
+
+def scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What a family makes of its head's output, in float32; `config` is that of the text."""
+    logits = logits.float()
+    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    logits = logits if scale == 1 else logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def head_rows(head: Any) -> torch.Tensor | None:
+    """The weights of a head, `(V, H)`, where single rows can be read: quantizers have kinds of their own."""
+    if head._forward_hooks:
+        return None
+    is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter
+    return head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from .drafter import Outlook
-from .planner import Planner
-from .rows import Row, with_masks
+from .planner import Outlook, Planner
+from .rows import ADAPTER_MASKS, MaskRun, Tree, with_masks
 from .step_times import StepTimes
 
 
@@ -13,18 +12,20 @@ class FixedPlan(Planner):
     fewer of both, where a step may not have so many rows. Where a state is kept, a step without both commits the
     tokens once `pending` are."""
 
-    def __init__(self, depth: int, is_chain: bool, skipped_masks: int, keeps_state: bool = False, pending: int = 8):
+    def __init__(
+        self, depth: int, is_chain: bool, run: MaskRun = ADAPTER_MASKS, keeps_state: bool = False, pending: int = 8
+    ):
         self.pending = pending
-        super().__init__(StepTimes(0.0), depth, is_chain, skipped_masks, keeps_state)
+        super().__init__(StepTimes(0.0), depth, is_chain, run, keeps_state)
 
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Tree]:
         """See [`Planner.plan`]."""
         if self.commits and before >= self.pending:
-            return [[] for _ in outlooks]
+            return [Tree() for _ in outlooks]
         return [self._rows(outlook, self.most_rows - 1 - before) for outlook in outlooks]
 
-    def _rows(self, outlook: Outlook, most: int) -> list[Row]:
-        room = outlook.room - 1 + self.skipped_masks
+    def _rows(self, outlook: Outlook, most: int) -> Tree:
+        room = outlook.room - 1 + self.run.skipped
         for size in range(max(0, min(self.depth, room)), 0, -1):
             drafts = outlook.drafts[
                 : size - self.skipped_masks
@@ -32,7 +33,7 @@ class FixedPlan(Planner):
             masks = [min(size, room - depth) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)
-            masks = [count if count > self.skipped_masks else 0 for count in masks]
+            masks = [count if count > self.run.skipped else 0 for count in masks]
             if len(drafts) + sum(masks) <= most:
-                return with_masks(drafts, masks, self.skipped_masks)
-        return []
+                return with_masks(drafts, masks, self.run)
+        return Tree()

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor
 
-from .drafter import CERTAIN
+from .rows import CERTAIN
 
 # Between the parts of an object or a list. Without a limit, a model may write spaces until its answer is full.
 WHITESPACE = r"( |\n[ \t]{0,16})?"

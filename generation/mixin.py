@@ -21,7 +21,7 @@ from transformers.generation import (
 from .attention import DENSE_MASK_ATTENTION, ROWS_ALIKE, attends_by_row, implementation_of
 from .cache import WindowCache
 from .decoding import ParallelDecoder, has_compiled_forward
-from .drafter import Drafter
+from .drafter import make_drafter
 from .fixed_plan import FixedPlan
 from .planner import Planner
 from .request import DecodingRequest, decoding_request, prompts_of
@@ -341,19 +341,16 @@ def _rule(
     is_planned = settings.is_adaptive and not is_static
     has_state = keeps_state(model)  # which has one past: no branches
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION and not has_state
-    drafter: Drafter
     if model.has_mask_adapter:
         size = min(size, model.deepest)
-        # Drafts from the text are a branch beside those of masks.
-        drafter = model.make_drafter(sampler, request.end_tokens, is_planned and takes_any_mask)
-    else:
-        drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
+    # Drafts from the text are a branch beside those of masks.
+    drafter = make_drafter(model, sampler, request.end_tokens, is_planned and takes_any_mask)
     # Where shapes are fixed, masks stand behind the last draft alone: behind each one the rows would be its square.
-    is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
-    how = is_chain, drafter.skipped_masks, has_state
+    is_chain = is_static or not takes_any_mask
+    how = is_chain, drafter.run, has_state
     planner: Planner = FixedPlan(size, *how)
     if is_planned:
-        planner = _planner(model, settings, sampler, size - drafter.skipped_masks, *how)
+        planner = _planner(model, settings, sampler, size - drafter.run.skipped, *how)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     # A commit may have a row more than the step before.
     planner.most_rows = ROWS_ALIKE - has_state if is_by_row else maxsize

@@ -26,14 +26,16 @@ All n and m of all sequences are one array: the planner takes a fraction of a mi
 
 from collections.abc import Callable, Sequence
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .commits import Commits
-from .drafter import CERTAIN, CHANCE, MOST_DRAFTS, Outlook
-from .rows import Row, with_masks
+from .rows import ADAPTER_MASKS, CERTAIN, MOST_DRAFTS, MaskRun, Row, Tree, with_masks
 from .step_times import ENOUGH, MEMORY, StepTimes
+
+# What a draft's chance is taken for before anything is known.
+CHANCE = 0.7
 
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
@@ -41,8 +43,16 @@ BINS = 8
 # what a look finds is read again there.
 LOOK_SHARE = 0.01
 
-Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
+Ranking = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
 Option = tuple[int, int]  # drafts and masks of each sequence
+
+
+class Outlook(NamedTuple):
+    """What may follow a sequence."""
+
+    drafts: Sequence[Row]  # parents first
+    foreseen: int  # depths down to which masks drafted
+    room: int  # new tokens allowed
 
 
 class Planner:
@@ -52,14 +62,19 @@ class Planner:
         times: of steps.
         depth: the most drafting masks behind a row.
         is_chain: masks stand behind the last draft alone.
-        skipped_masks: masks behind a row that draft nothing, see [`Drafter`]; only chains have some.
+        run: how masks stand behind a row.
         keeps_state: the model keeps a state, see [`Commits`].
     """
 
     def __init__(
-        self, times: StepTimes, depth: int, is_chain: bool = False, skipped_masks: int = 0, keeps_state: bool = False
+        self,
+        times: StepTimes,
+        depth: int,
+        is_chain: bool = False,
+        run: MaskRun = ADAPTER_MASKS,
+        keeps_state: bool = False,
     ):
-        self.times, self.depth, self.is_chain, self.skipped_masks = times, depth, is_chain, skipped_masks
+        self.times, self.depth, self.is_chain, self.run = times, depth, is_chain, run
         self.most_rows = maxsize  # of a sequence in a step
         self.commits = Commits() if keeps_state else None
         self.key: Any = None  # under which the model keeps it between calls
@@ -104,7 +119,7 @@ class Planner:
             found.append(chance * (found[draft.parent] if draft.parent >= 0 else 1.0))
         return found
 
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Tree]:
         """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
         stand in front of the root."""
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
@@ -112,10 +127,10 @@ class Planner:
         learned = outlooks[turn := self._steps % count]
         deepest = min(learned.foreseen, self.depth)
         parts = self._parts(learned, trees[turn], deepest) if learned.drafts else []
-        all_gains, values = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
+        all_gains, values, homes = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
         gains = all_gains[:count]
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
-        rows = 1 + before + drafts + masks + self.skipped_masks * (masks > 0)
+        rows = 1 + before + drafts + masks + self.run.skipped * homes[:count].max(0)
         prices = self._prices(rows, count, self.times.of)
         self._learn_worth(all_gains[count:] - prices / count, deepest)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
@@ -142,7 +157,7 @@ class Planner:
     def _choose(self, outlooks: Sequence[Outlook], gains: Any, prices: Any, rows: Any) -> Option:
         """The option that nets most, or the one to look at."""
         count = len(outlooks)
-        widest = max(rows[0, 0], self.times.widest(count) / count + self.skipped_masks)
+        widest = max(rows[0, 0], self.times.widest(count) / count + self.run.skipped)
         nets = np.where(rows <= widest, gains - prices, -np.inf)
         masked = np.where(np.arange(rows.shape[1]), nets, -np.inf)
         self.gain = max(float(masked.max() - nets[:, 0].max()), -count)
@@ -164,16 +179,16 @@ class Planner:
         self._credit -= loss
         return look
 
-    def _tree(self, outlook: Outlook) -> Tree:
+    def _tree(self, outlook: Outlook) -> Ranking:
         """The likeliest drafts, as many as a step checks and the sequence has room for."""
         most = min(max(MOST_DRAFTS, self.depth), self.most_rows - 1)
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
-    def _parts(self, outlook: Outlook, tree: Tree, deepest: int) -> list[Tree]:
+    def _parts(self, outlook: Outlook, tree: Ranking, deepest: int) -> list[Ranking]:
         """For each depth, the drafts down to it and all drafts of the text. Where no masks drafted: the drafts of the
         text alone, and all drafts."""
-        parts: list[Tree] = []
+        parts: list[Ranking] = []
         for depth in range(deepest + 1) if deepest else (0, maxsize):
             kept = {-1}
             for _, place in tree:
@@ -197,9 +212,9 @@ class Planner:
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 
-    def _gains(self, outlooks: Sequence[Outlook], trees: Sequence[Tree]) -> tuple[Any, Any]:
-        """The tokens that each number of drafts and of masks brings each sequence; and the worth of each mask, by the
-        number of drafts, the row that it stands behind, and its place there."""
+    def _gains(self, outlooks: Sequence[Outlook], trees: Sequence[Ranking]) -> tuple[Any, Any, Any]:
+        """The tokens that each number of drafts and of masks brings each sequence; the worth of each mask, by the
+        number of drafts, the row that it stands behind, and its place there; and behind how many rows masks stand."""
         # No depth is worth more than the one before. What was not met lately passes as often as the first.
         worth = [max(float(self._worth[0]), LOOK_SHARE)]
         for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
@@ -220,25 +235,29 @@ class Planner:
             last = np.minimum(counts, np.array([[len(tree)] for tree in trees]))
             ends = np.where(last[..., None] == counts, reach[:, None], 0.0)
         values = ends[..., None] * worth * (np.arange(len(worth)) < room[:, None, :, None])
-        ordered = -np.sort(-values.reshape(len(trees), size, -1))
+        flat = values.reshape(len(trees), size, -1)
+        order = np.argsort(-flat, kind="stable")  # of masks behind a row, the first one is worth most
         first = reach.cumsum(1)[..., None] - 1
-        return np.concatenate([first, first + ordered.cumsum(2)], 2), values
+        gains = np.concatenate([first, first + np.take_along_axis(flat, order, 2).cumsum(2)], 2)
+        homes = np.zeros(gains.shape, dtype=int)
+        homes[..., 1:] = (order % len(worth) == 0).cumsum(2)
+        return gains, values, homes
 
-    def _spend(self, outlook: Outlook, tree: Tree, values: Any, drafts: int, masks: int) -> list[Row]:
+    def _spend(self, outlook: Outlook, tree: Ranking, values: Any, drafts: int, masks: int) -> Tree:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
         drafts = min(drafts, len(tree))
         worth = values[drafts, : 1 + drafts].ravel()
         behind = np.zeros(1 + drafts, dtype=int)
         for place in np.argsort(-worth, kind="stable")[:masks] if masks else ():
             behind[place // values.shape[-1]] += worth[place] > 0
-        behind += self.skipped_masks * (behind > 0)
+        behind += self.run.skipped * (behind > 0)
         paths: dict[int, tuple[int, ...]] = {-1: (0,)}
         for rank, (_, place) in enumerate(tree[:drafts], 1):
             paths[place] = *paths[outlook.drafts[place].parent], rank
         order = sorted(paths, key=paths.__getitem__)
         rows = {place: row for row, place in enumerate(order, -1)}
         chosen = [outlook.drafts[place]._replace(parent=rows[outlook.drafts[place].parent]) for place in order[1:]]
-        return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.skipped_masks)
+        return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.run)
 
 
 def _argmax(nets: Any) -> Option:

@@ -16,11 +16,16 @@ Real rows come first and masks last, parents before their children. In the first
 for what the cache holds already).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+# Drafts of a sequence that a step checks at most, beside those of masks.
+MOST_DRAFTS = 12
+# The chance of a draft that is the only token a constraint allows. No other draft has it.
+CERTAIN = 1.0
 
 
 class Row(NamedTuple):
@@ -31,7 +36,117 @@ class Row(NamedTuple):
     position: int  # logical
     parent: int  # the row that it stands behind, by its place among the sequence's rows; -1: what the cache holds
     chance: float | None = None  # a draft's, by its drafter; `None` for those from the text
-    is_sibling: bool = False  # a likelier token is drafted behind the same parent
+    is_sibling: bool = False  # another token was drafted behind the same parent before
+
+
+class MaskRun(NamedTuple):
+    """How masks stand behind a row, at positions that follow each other. The row chooses the token behind it, so what
+    they draft begins at the token behind that one."""
+
+    first: int  # the position of the first one, counted from the row
+    skipped: int  # how many of the first ones draft nothing
+
+
+# Of a mask adapter, and of a WeDLM model, where they stand as in training: right behind the text.
+ADAPTER_MASKS, OWN_MASKS = MaskRun(first=2, skipped=0), MaskRun(first=1, skipped=1)
+
+
+class Tree(Sequence[Row]):
+    """Rows behind each other, parents first. What is added is a draft or a mask.
+
+    Args:
+        rows: to begin with.
+        ends: tokens behind which nothing stands.
+        allows: whether a path may be drafted, by its tokens from the root on.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] = (),
+        ends: frozenset[int] = frozenset(),
+        allows: Callable[[list[int]], bool] | None = None,
+    ):
+        self.ends, self.allows = ends, allows
+        self._rows: list[Row] = []
+        self._children: dict[int, list[int]] = {}
+        for row in rows:
+            self._append(row)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._rows[place]
+
+    def _append(self, row: Row) -> int:
+        self._children.setdefault(row.parent, []).append(len(self._rows))
+        self._rows.append(row)
+        return len(self._rows) - 1
+
+    def add(self, token: int, parent: int | None = -1, chance: float | None = None) -> int | None:
+        """Adds a draft behind a row, by its place (-1: the root). Returns the draft's place: that of the same draft if
+        it is there already; `None` if it may not stand there, as behind an end or behind `None`."""
+        if parent is None or (parent >= 0 and self._rows[parent].token in self.ends):
+            return None
+        for child in self.children(parent):
+            if self._rows[child].token == token:
+                return child
+        if self.allows is not None and not self.allows([*self.tokens(parent), token]):
+            return None
+        return self._append(Row(token, 1 + self.position(parent), parent, chance, bool(self.children(parent))))
+
+    def add_masks(self, home: int, count: int, run: MaskRun) -> None:
+        """Adds so many masks behind a row."""
+        parent, first = home, self.position(home) + run.first
+        for position in range(first, first + count):
+            parent = self._append(Row(None, position, parent))
+
+    def position(self, place: int) -> int:
+        """A row's position, or the root's."""
+        return self._rows[place].position if place >= 0 else 0
+
+    def path(self, place: int) -> list[int]:
+        """The places from the first row to this one, which it sees."""
+        found: list[int] = []
+        while place >= 0:
+            found.append(place)
+            place = self._rows[place].parent
+        return found[::-1]
+
+    def tokens(self, place: int) -> list[int]:
+        """The tokens of a path without masks."""
+        return [token for each in self.path(place) if (token := self._rows[each].token) is not None]
+
+    def children(self, place: int) -> Sequence[int]:
+        """The places of the rows right behind a row, in the order in which they were added."""
+        return self._children.get(place, ())
+
+    def masks(self, home: int) -> range:
+        """The places of the masks behind a row that is none."""
+        end = first = next((child for child in self.children(home) if self._rows[child].token is None), len(self))
+        while end < len(self) and self._rows[end].token is None and self._rows[end].parent in (home, end - 1):
+            end += 1
+        return range(first, end)
+
+    def likeliest(self, place: int) -> list[int]:
+        """The places of the rows behind a row, each the first child of the one before."""
+        found: list[int] = []
+        while children := self.children(found[-1] if found else place):
+            found.append(children[0])
+        return found
+
+    def cut(self, count: int) -> None:
+        """Keeps the first rows."""
+        while len(self._rows) > count:
+            self._children[self._rows.pop().parent].pop()
+
+
+def with_masks(drafts: Iterable[Row], counts: Sequence[int], run: MaskRun) -> Tree:
+    """Drafts, parents first, and masks behind the root and behind each draft; `counts` are their numbers."""
+    found = Tree(drafts)
+    for home, count in enumerate(counts, -1):
+        found.add_masks(home, count, run)
+    return found
 
 
 @dataclass
@@ -43,7 +158,7 @@ class SequenceState:
     prompt_length: int  # how many of them are the prompt's
     committed: int  # how many of them are in the cache
     limit: int  # new tokens allowed
-    rows: list[Row] = field(default_factory=list)  # of the next forward: pending tokens, guesses, masks
+    rows: Tree = field(default_factory=Tree)  # of the next forward: pending tokens, guesses, masks
     is_finished: bool = False  # nothing more is decoded here
 
     @property
@@ -80,12 +195,8 @@ class SequenceState:
     @property
     def expected(self) -> list[int | None]:
         """The likeliest continuation, `None` for a mask: the first child of each row, from the root on."""
-        place, path = self.pending - 1, []
-        for child, row in enumerate(self.rows):
-            if row.parent == place and child >= self.pending:
-                place = child
-                path.append(row)
-        return [row.token for row in sorted(path, key=lambda row: row.position)]
+        rows = [self.rows[place] for place in self.rows.likeliest(self.pending - 1)]
+        return [row.token for row in sorted(rows, key=lambda row: row.position)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +204,7 @@ class Step:
     """The rows of a forward as int64 tensors. The last columns hold a sequence's rows, those in front are padding."""
 
     sequences: list[SequenceState]  # of each entry
-    rows: list[list[Row]]  # of each entry
+    rows: list[Tree]  # of each entry
     input_ids: torch.Tensor  # `(A, Q)`
     position_ids: torch.Tensor  # `(A, Q)`, logical positions
     slots: torch.Tensor  # `(A, Q)`, where in the cache keys and values go: behind what it holds; padding last, unseen
@@ -164,32 +275,6 @@ def _columns(sequence: SequenceState, size: int, first: int, filler: int) -> lis
         [*range(end, end + padding), *range(sequence.committed, end)],
         [(parent if parent >= first else column) - first for column, parent in enumerate(parents)],
     ]
-
-
-def with_masks(drafts: Sequence[Row], counts: Sequence[int], skipped_masks: int) -> list[Row]:
-    """Drafts, and masks behind the root and behind each draft.
-
-    Args:
-        drafts: parents first.
-        counts: how many masks stand behind the root and behind each draft.
-        skipped_masks: 0 if the first of these masks stands behind the position that their row predicts, 1 if at it.
-    """
-    rows = list(drafts)
-    for home, count in enumerate(counts, -1):
-        first = 2 - skipped_masks + (drafts[home].position if home >= 0 else 0)
-        rows += [Row(None, first + place, len(rows) - 1 + place if place else home) for place in range(count)]
-    return rows
-
-
-def mask_runs(rows: Sequence[Row]) -> dict[int, range]:
-    """The places of the masks behind each real row that has some."""
-    homes: dict[int, int] = {}
-    runs: dict[int, range] = {}
-    for place, row in enumerate(rows):
-        if row.token is None:
-            home = homes[place] = homes.get(row.parent, row.parent)
-            runs[home] = range(runs[home].start if home in runs else place, place + 1)
-    return runs
 
 
 def lines(parents: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,14 @@ block-wise (paper §5, Algorithm 1, Fig. 4c); [`VerifyRule`] is the other one.
 `A` sequences in use, `T` physical rows with logits, `V` vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .rows import Row, SequenceState, Step
+from .rows import Row, SequenceState, Step, Tree
 from .sampling import TokenSampler, token_entropy
 from .settings import WeDLMGenerationSettings
 
@@ -41,7 +41,7 @@ class StepOutcome:
     scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
     columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
     is_broken: torch.Tensor  # `(A,)` bool, where no token can be chosen: the logits are NaN, or all are −∞
-    readings: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` reads on the host
+    readings: Any  # a NamedTuple of tensors `(A, …)`, or nested ones: what `settle` reads on the host
     sequences: list[SequenceOutcome] = field(default_factory=list)  # once they are settled
 
     @property
@@ -59,6 +59,36 @@ class StepOutcome:
         return self.logits[entries, self.columns[entries, places]].float()
 
 
+def on_host(readings: Any) -> list[Any]:
+    """Readings `(A, …)` for each of the A entries, with lists in the place of tensors. The host waits here, once."""
+    tensors = [each.nan_to_num() if each.is_floating_point() else each for each in _tensors(readings)]
+    parts = [(each.double() if each.is_floating_point() else each.long()).reshape(len(each), -1) for each in tensors]
+    numbers = torch.cat([part.view(torch.int64) for part in parts], dim=1).cpu()
+    columns = numbers.split([part.shape[1] for part in parts], dim=1)
+    found = [
+        column.contiguous().view(part.dtype).view(each.shape).tolist()
+        for column, part, each in zip(columns, parts, tensors, strict=True)
+    ]
+    return [_filled(readings, iter(each)) for each in zip(*found, strict=True)]
+
+
+def _tensors(readings: Any) -> Iterator[torch.Tensor]:
+    if isinstance(readings, torch.Tensor):
+        yield readings
+    elif readings is not None:
+        for each in readings:
+            yield from _tensors(each)
+
+
+def _filled(readings: Any, lists: Iterator[Any]) -> Any:
+    if isinstance(readings, torch.Tensor):
+        return next(lists)
+    if readings is None:
+        return None
+    parts = [_filled(each, lists) for each in readings]
+    return type(readings)(*parts) if hasattr(readings, "_fields") else parts
+
+
 class Rule(Protocol):
     """Plans the rows of forwards, and decides what becomes final."""
 
@@ -68,7 +98,7 @@ class Rule(Protocol):
     asks_all: bool  # needs logits from the last final token on; otherwise those of masks alone
     is_by_row: bool  # real rows attend one by one, see [`attends_by_row`]
 
-    def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
+    def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """The rows of each of these sequences in the next forward."""
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
@@ -81,12 +111,12 @@ class Rule(Protocol):
                 inner states behind, where its root head reads them.
         """
 
-    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
+    def settle(self, sequence: SequenceState, readings: Any, cut: Cut) -> SequenceOutcome:
         """Adds new final tokens to a sequence, and remembers what may follow them.
 
         Args:
             sequence: changes.
-            readings: its part of those of the [`StepOutcome`].
+            readings: its part of those of the [`StepOutcome`], with lists in the place of tensors.
             cut: says how many of the tokens are taken.
         """
 
@@ -120,6 +150,13 @@ def select_masks(
     return (chosen | (least & ~(chosen & is_useful).any(1, keepdim=True))) & is_mask
 
 
+class Fills(NamedTuple):
+    """Which columns of a step are masks that are filled, and with which tokens."""
+
+    marks: Any  # `(A, T)` bool
+    tokens: Any  # `(A, T)` int64
+
+
 class FillRule:
     """The paper's rule: masks of low entropy are filled, and tokens without a gap to their left are final.
 
@@ -145,7 +182,7 @@ class FillRule:
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size, size
         self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
 
-    def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
+    def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """Pending tokens, then filled slots, then masks, each in ascending order."""
         found = []
         for sequence in sequences:
@@ -157,11 +194,11 @@ class FillRule:
             slots = sorted(enumerate(window), key=lambda slot: slot[1] is None)
             for slot, token in slots:
                 rows.append(Row(token, len(sequence.tokens) + slot, len(rows) - 1))
-            found.append(rows)
+            found.append(Tree(rows))
         return found
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
-        """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
+        """See [`Rule`]. The readings are [`Fills`]."""
         settings, copied, device = self.settings, logits.to(torch.float32, copy=True), logits.device
         count, offsets, ends = logits.shape[1], [], []
         for sequence, rows in zip(step.sequences, step.rows, strict=True):
@@ -184,9 +221,9 @@ class FillRule:
         )
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
         columns = torch.arange(count, device=device).expand_as(places)
-        return StepOutcome(step, logits, scores, columns, is_broken.any(1), [marks, tokens])
+        return StepOutcome(step, logits, scores, columns, is_broken.any(1), Fills(marks, tokens))
 
-    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
+    def settle(self, sequence: SequenceState, readings: Fills, cut: Cut) -> SequenceOutcome:
         """Fills slots, and slides the window past the final tokens."""
         (marks, tokens), window, decided = readings, self._windows[sequence.index], []
         masks = [row.position - len(sequence.tokens) for row in sequence.rows if row.token is None]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from .rows import mask_runs
 from .rules import SequenceOutcome, StepOutcome
 from .sampling import token_entropy
 
@@ -119,7 +118,7 @@ def _filled(outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor]:
             filled[entry, column], tokens[entry, column] = True, token
         expected = each.sequence.rows[each.sequence.pending :]
         drafts = {row.position: row.token for row in reversed(expected) if row.token is not None}
-        for place in mask_runs(rows).get((each.accepted or each.kept or [0])[-1], ()):
+        for place in rows.masks((each.accepted or each.kept or [0])[-1]):
             if (draft := drafts.get(rows[place].position)) is not None:
                 column = count - len(rows) + place
                 filled[entry, column], tokens[entry, column] = True, draft

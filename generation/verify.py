@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .drafter import Drafter, Outlook
-from .planner import Planner
-from .rows import Row, SequenceState, Step, mask_runs
+from .drafter import Drafter, Seen
+from .planner import Outlook, Planner
+from .rows import SequenceState, Step, Tree
 from .rules import Cut, SequenceOutcome, StepOutcome
 from .sampling import TokenSampler
 
@@ -38,6 +38,14 @@ class ARRow(NamedTuple):
     offset: Any  # new tokens before the one that the row predicts; -1 where there is no row
     first_mask: Any  # column of the first drafting mask behind it; any where there is none
     masks: Any  # how many of them there are
+
+
+class Choices(NamedTuple):
+    """What a step says, for the host."""
+
+    tokens: Any  # `(A, R)` int64, those that the AR rows choose
+    end: Any  # `(A,)` int64, the last AR row of the accepted path
+    guesses: Any  # what each source of drafts has to know, see [`Source`]
 
 
 class VerifyRule:
@@ -65,14 +73,14 @@ class VerifyRule:
         keeps_state: bool = False,
     ):
         self.sampler, self.drafter, self.planner = sampler, drafter, planner
-        self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.skipped_masks, size
+        self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.run.skipped, size
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # of each sequence, by its index
         self._tokens: int | None = None  # new tokens of this step, if the planner learns from it
 
     # --- the rows of a forward ---------------------------------------------------------------------------------------
 
-    def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
+    def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """The planned rows. The planner takes the time of a step from one call to the next."""
         if self._tokens is not None:
             self.planner.finish(self._tokens)
@@ -80,9 +88,10 @@ class VerifyRule:
         if not sequences:
             return []
         is_prefill = any(not sequence.new_count for sequence in sequences)
-        outlooks = [self._outlooks.pop(sequence.index, Outlook([], 0, sequence.remaining)) for sequence in sequences]
+        nothing = [Outlook(Tree(), 0, sequence.remaining) for sequence in sequences]
+        outlooks = [self._outlooks.pop(each.index, none) for each, none in zip(sequences, nothing, strict=True)]
         if is_prefill and (self.is_by_row or self.keeps_state):
-            planned: list[list[Row]] = [[] for _ in sequences]
+            planned = [Tree() for _ in sequences]
         else:
             planned = self.planner.plan(outlooks, sequences[0].pending - 1 if self.keeps_state else 0)
         found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
@@ -92,15 +101,16 @@ class VerifyRule:
             self._tokens = 0
         return found
 
-    def _rows(self, sequence: SequenceState, planned: list[Row]) -> list[Row]:
-        """Pending tokens, and behind their last one the planned rows, without those behind an end token."""
-        rows, ends, last = sequence.pending_rows, self.drafter.end_tokens, len(sequence.tokens) - 1
-        places = {-1: len(rows) - 1}
+    def _rows(self, sequence: SequenceState, planned: Tree) -> Tree:
+        """Pending tokens, and behind their last one the planned rows."""
+        pending, last = sequence.pending_rows, len(sequence.tokens) - 1
+        places = {-1: len(pending) - 1}
         for place, row in enumerate(planned):
-            if row.parent in places and not (row.parent >= 0 and planned[row.parent].token in ends):
-                places[place] = len(rows)
-                rows.append(row._replace(position=last + row.position, parent=places[row.parent]))
-        return rows
+            # Masks behind an end token would draft nothing.
+            if row.parent in places and not (row.parent >= 0 and planned[row.parent].token in self.drafter.end_tokens):
+                places[place] = len(pending)
+                pending.append(row._replace(position=last + row.position, parent=places[row.parent]))
+        return Tree(pending)
 
     # --- the choices at them -----------------------------------------------------------------------------------------
 
@@ -124,30 +134,27 @@ class VerifyRule:
         following = at.offset + 1
         end = (following * passed).argmax(1, keepdim=True)
 
-        readings = [chosen, end]
-        if (most := max(counts, default=0)) or self.drafter.reads_root:
-            masks, states, root = None, None, None
-            if most:
-                last = (at.masks.gather(1, end) - 1).clamp(min=0)
-                places = entries, at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
-                masks, states = logits[places].float(), None if hidden is None else hidden[places]
-            if hidden is not None and self.drafter.reads_root:
-                root = hidden[entries, at.column.gather(1, end)]
-            before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            readings += self.drafter.guess(masks, states, before, following.gather(1, end), indices, root, all(counts))
+        offsets, masks, states, root = following.gather(1, end), None, None, None
+        if most := max(counts, default=0):
+            last = (at.masks.gather(1, end) - 1).clamp(min=0)
+            places = entries, at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
+            masks, states = logits[places].float(), None if hidden is None else hidden[places]
+        if hidden is not None and self.drafter.reads_root:
+            root = hidden[entries, at.column.gather(1, end)]
+        before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
+        guesses = self.drafter.guess(Seen(before, offsets, indices, masks, states, root, all(counts)))
         is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
-        return StepOutcome(step, logits, scores, at.column, is_broken, readings)
+        return StepOutcome(step, logits, scores, at.column, is_broken, Choices(chosen, end[:, 0], guesses))
 
     def _ar_rows(self, sequence: SequenceState, count: int) -> list[ARRow]:
         """A sequence's root and drafts, where a forward has `count` columns."""
-        first, root, runs = count - len(sequence.rows), max(0, sequence.pending - 1), mask_runs(sequence.rows)
-        found = []
-        for place, row in enumerate(sequence.rows[root:], root):
+        rows, root, found = sequence.rows, max(0, sequence.pending - 1), []
+        first = count - len(rows)
+        for place, row in enumerate(rows[root:], root):
             if row.token is not None:
-                masks = runs.get(place, range(place, place))
-                skipped = min(self.drafter.skipped_masks, len(masks))
-                offset = sequence.new_count + row.position - sequence.rows[root].position
-                of_masks = min(first + masks.start + skipped, count - 1), len(masks) - skipped
+                masks = rows.masks(place)[self.drafter.run.skipped :]
+                offset = sequence.new_count + row.position - rows[root].position
+                of_masks = min(first + masks.start, count - 1), len(masks)
                 found.append(ARRow(first + place, row.token, max(0, row.parent - root), offset, *of_masks))
         return found
 
@@ -162,33 +169,30 @@ class VerifyRule:
             own = logits[cells].float()
 
         def prefix(entry: int, row: int) -> list[int]:
-            path: list[int] = []
-            while row > 0:
-                path.insert(0, rows[entry][row].token)
-                row = rows[entry][row].parent
-            return step.sequences[entry].new_tokens + path
+            sequence = step.sequences[entry]
+            path = sequence.rows.tokens(row + sequence.pending - 1)
+            return sequence.new_tokens + path[sequence.pending :]
 
         def follow(entry: int, row: int, token: int) -> int | None:
-            behind = (child for child, draft in enumerate(rows[entry]) if child and draft.parent == row)
-            return next((child for child in behind if rows[entry][child].token == token), None)
+            rows, root = step.sequences[entry].rows, step.sequences[entry].pending - 1
+            behind = (child for child in rows.children(row + root) if rows[child].token == token)
+            return next((child - root for child in behind), None)
 
         offsets = [[row.offset for row in own] for own in rows]
         return self.sampler.choose_in_order(own, offsets, [each.index for each in step.sequences], prefix, follow)
 
     # --- what becomes final ------------------------------------------------------------------------------------------
 
-    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
-        """Adds the accepted drafts and the AR head's own token behind them. What masks draft is the next outlook."""
-        tokens, (end,), *guesses = readings
+    def settle(self, sequence: SequenceState, readings: Choices, cut: Cut) -> SequenceOutcome:
+        """Adds the accepted drafts and the AR head's own token behind them. What may follow is the next outlook."""
+        tokens, end, guesses = readings
         rows, root = sequence.rows, sequence.pending - 1
-        path = [root + end]
-        while path[0] > root:
-            path.insert(0, rows[path[0]].parent)
+        path = rows.path(root + end)[root:]
         checked = range(root + 1, sequence.unmasked)
         for place in checked:
             if (parent := rows[place].parent) in path:
                 self.planner.learn(rows[place]._replace(parent=parent - root - 1), place in path)
-        settled = [*(token for place in path[1:] if (token := rows[place].token) is not None), tokens[end]]
+        settled = [*rows.tokens(path[-1])[root + 1 :], tokens[end]]
         count = cut(sequence, settled)
         is_kept = not self.keeps_state or len(rows) == sequence.pending
         outcome = SequenceOutcome(
@@ -204,7 +208,7 @@ class VerifyRule:
         if self._tokens is not None:
             self._tokens += count
         if not sequence.is_finished:
-            masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.skipped_masks)
+            masks = len(rows.masks(path[-1])[self.drafter.run.skipped :])
             drafts = self.drafter.drafts(sequence, masks, guesses)
             self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome

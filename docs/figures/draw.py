@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.generation.attention import visibility
-from wedlm_hf.generation.rows import Row, SequenceState, lay_out
+from wedlm_hf.generation.rows import Row, SequenceState, Tree, lay_out
 from wedlm_hf.generation.trace import TraceStep
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training.streams import reorder_blocks
@@ -191,7 +191,7 @@ def mask_adapter() -> None:
     rows = [Row(1, 1, -1), Row(2, 2, 0), Row(3, 3, 1)]
     for place in range(3):
         rows += [Row(None, place + 3, place), Row(None, place + 4, len(rows))]
-    sequence = SequenceState(index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, rows=rows)
+    sequence = SequenceState(index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, rows=Tree(rows))
     step = lay_out([sequence], [0], 9, torch.device("cpu"))
     seen = visibility(step)[0, 0, :, sequence.committed :].tolist()
     labels = [f"last final token: {words[0]}", f"draft 1: {words[1]}", f"draft 2: {words[2]}"]

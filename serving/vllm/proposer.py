@@ -23,11 +23,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from ...generation.drafter import Outlook
 from ...generation.fixed_plan import FixedPlan
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Planner
-from ...generation.rows import Row
+from ...generation.planner import Outlook, Planner
+from ...generation.rows import ADAPTER_MASKS, OWN_MASKS, MaskRun, Row, Tree
 from ...generation.step_times import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 
@@ -88,10 +87,10 @@ class Proposer:
     def load_model(self, target_model: Any) -> None:
         """Takes the model, whose own masks draft: there is no other."""
         self.model = target_model
-        depth = max(1, (self.most - self._skipped_masks) // 2)
+        depth = max(1, (self.most - self._run.skipped) // 2)
         if target_model.adapter is not None:
             depth = min(depth, target_model.adapter.num_masks)
-        how: dict[str, Any] = {"depth": depth, "is_chain": True, "skipped_masks": self._skipped_masks}
+        how: dict[str, Any] = {"depth": depth, "is_chain": True, "run": self._run}
         self.planner = FixedPlan(**how) if self.always_draft else Planner(self.times, **how)
 
     def see(self, runner: Any, scheduler_output: Any, hidden: torch.Tensor, metadata: Any) -> None:
@@ -168,7 +167,7 @@ class Proposer:
         masks: dict[int, list[int]] = {}
         row = 0
         for index, tokens in enumerate(step.spec_tokens):
-            drafts, skipped = self._count_drafts(tokens), self._skipped_masks
+            drafts, skipped = self._count_drafts(tokens), self._run.skipped
             if len(sampled[index]) == drafts + 1 and len(tokens) > drafts + skipped:
                 masks[index] = list(range(row + drafts + 1 + skipped, row + len(tokens) + 1))
             row += len(tokens) + 1
@@ -182,9 +181,9 @@ class Proposer:
         return {index: (tokens[: len(each)], own[: len(each)]) for (index, each), tokens, own in found}
 
     @property
-    def _skipped_masks(self) -> int:
-        """Masks at the position that the AR head decides: they draft nothing."""
-        return 0 if self.model.adapter is not None else 1
+    def _run(self) -> MaskRun:
+        """How masks stand. Those at the position that the AR head decides draft nothing."""
+        return ADAPTER_MASKS if self.model.adapter is not None else OWN_MASKS
 
     def _count_drafts(self, tokens: Sequence[int]) -> int:
         """How many of a request's speculative tokens are drafts: the others, behind them, are masks."""
@@ -208,11 +207,11 @@ class Proposer:
                 break
         return Outlook(drafts, len(drafts), room)
 
-    def _proposal(self, name: str, planned: list[Row]) -> list[int]:
+    def _proposal(self, name: str, planned: Tree) -> list[int]:
         """The drafts and masks of a request."""
         state, rows = self.states[name], planned[: self.most]
         drafts = state.drafts = [row for row in rows if row.token is not None]
-        if len(rows) - len(drafts) <= self._skipped_masks or (drafts and drafts[-1].token in state.end_tokens):
+        if len(rows) - len(drafts) <= self._run.skipped or (drafts and drafts[-1].token in state.end_tokens):
             rows = drafts
         return [self.mask_token_id if row.token is None else row.token for row in rows]
 

@@ -28,10 +28,9 @@ from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.mask_adapter import CatchInner, RootHead
 from wedlm_hf.adapters.root_head import Batches, root_rows, train_root_head
 from wedlm_hf.checkpoints.packed import can_pack, pack
-from wedlm_hf.generation.drafter import UNIT
+from wedlm_hf.generation.drafter import Drafter, Seen, make_drafter
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.sampling import TokenSampler
-from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 VERIFIED = {"strategy": "wedlm", "verification": "exact", "pad_token_id": 0}
 
@@ -66,10 +65,10 @@ def batch(*lengths):
 def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(lengths, maskless, monkeypatch):
     model, checked = rooted(), []
     base, adapter = copy.deepcopy(model), model.mask_adapter
-    own = TreeDrafter._drafts
+    own = Drafter.drafts
 
-    def compared(drafter, sequence, masks, numbers):
-        drafts = own(drafter, sequence, masks, numbers)
+    def compared(drafter, sequence, masks, guesses):
+        drafts = own(drafter, sequence, masks, guesses)
         if not masks:
             text = torch.tensor(sequence.tokens)
             with torch.no_grad():
@@ -85,7 +84,7 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
             checked.append(drafts)
         return drafts
 
-    monkeypatch.setattr(TreeDrafter, "_drafts", compared)
+    monkeypatch.setattr(Drafter, "drafts", compared)
     model.generate(**batch(*lengths), **CHEAP, do_sample=False)
     assert len(checked) > 3 * len(lengths)
 
@@ -214,6 +213,11 @@ def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(
         assert model.generate(**prompt, **how, do_sample=False).tolist() == expected.tolist()
 
 
+def seen(before, root, logits=None, hidden=None):
+    """Of two sequences, by the two tokens before `(2, 1, 2)` and the root's states."""
+    return Seen(before[:, 0], torch.zeros(2, 1).long(), [0, 1], logits, hidden, root, logits is not None)
+
+
 @needs_kernels
 def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtype(maskless):
     model = pack(rooted())
@@ -234,36 +238,36 @@ def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskle
         tokens, head = _frequent(model)
         expected = model.lm_head(states[..., :last])[..., tokens]
         torch.testing.assert_close(head(states[..., :last]), expected, atol=1e-5, rtol=1e-5)
-        drafter = model.make_drafter(TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
+        drafter = make_drafter(model, TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
         shortlist, before = torch.randint(VOCAB_SIZE, (2, 9)), torch.randint(4, VOCAB_SIZE, (2, 1, 2))
-        scores = drafter._scores(states[:, 0], shortlist, before)
+        scores = drafter.sources[0]._scores(states[:, 0], shortlist, before, None)
         expected = 0.25 * model.lm_head(model.draft_hidden(states, before)).gather(2, shortlist[:, None])
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
-        (drafted, chances) = drafter.guess(None, None, before[:, 0], torch.zeros(2, 1).long(), [0, 1], states)
+        _, (drafted, chances), _ = drafter.guess(seen(before, states))
         of_root = 0.25 * model.lm_head(model.root_hidden(states, before))[:, 0, tokens]
         likeliest = of_root.softmax(-1).topk(3)
-        assert drafted.equal(tokens[likeliest.indices])
-        torch.testing.assert_close(chances * UNIT, likeliest.values, atol=1e-4, rtol=1e-3)
+        assert drafted[:, 0].equal(tokens[likeliest.indices])
+        torch.testing.assert_close(chances[:, 0], likeliest.values, atol=1e-4, rtol=1e-3)
 
 
 def test_what_the_root_head_makes_of_the_row_weighs_in_the_draft_of_its_first_mask_alone():
     model, size = rooted(), 48
     adapter, hidden = model.mask_adapter, torch.randn(2, 3, model.config.hidden_size)
     root, before = torch.randn(2, 1, 2 * model.config.hidden_size), torch.randint(4, VOCAB_SIZE, (2, 1, 2))
-    drafter = model.make_drafter(TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
+    drafter = make_drafter(model, TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
     assert drafter.reads_root
     with torch.no_grad():
-        places = torch.zeros(2, 1).long()
-        found = drafter.guess(torch.randn(2, 3, size), hidden, before[:, 0], places, [0, 1], root, True)
-        alone = drafter.guess(None, None, before[:, 0], places, [0, 1], root)
-        assert (len(found), len(alone)) == (9, 2)
+        found = drafter.guess(seen(before, root, torch.randn(2, 3, size), hidden))
+        alone = drafter.guess(seen(before, root))
+        assert (len(found[0]), found[1]) == (3, None) and alone[0] is None and len(alone[1]) == 2
         of_root = adapter.root_head(root, model.get_input_embeddings()(before))
         own = adapter.head(hidden[:, :1], model.get_input_embeddings()(before))
         mixed = (1 - ROOT_WEIGHT) * own + ROOT_WEIGHT * of_root
         torch.testing.assert_close(model.draft_hidden(hidden[:, :1], before, of_root), mixed)
         shown = []
-        drafter._scores = lambda *inputs: shown.append(inputs[3]) or torch.randn(2, inputs[2].shape[1], size - 1)
-        drafter.guess(torch.randn(2, 3, size), hidden, before[:, 0], places, [0, 1], root, True)
+        score = lambda *inputs: shown.append(inputs[3]) or torch.randn(2, inputs[2].shape[1], size - 1)  # noqa: E731
+        drafter.sources[0]._scores = score
+        drafter.guess(seen(before, root, torch.randn(2, 3, size), hidden))
     assert shown[0].equal(of_root) and shown[1:] == [None, None]
 
 

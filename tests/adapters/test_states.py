@@ -25,9 +25,9 @@ from wedlm_hf.eval.report.request import ReportRequest
 from wedlm_hf.eval.report.run import _decoders, run
 from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation import mixin
-from wedlm_hf.generation.rows import Row
+from wedlm_hf.generation.drafter import Drafter
+from wedlm_hf.generation.rows import Row, Tree
 from wedlm_hf.generation.state import CHUNKED
-from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 TEXTS = int(os.environ.get("STATE_TEXTS", "2"))  # of each type
@@ -85,10 +85,10 @@ def know(monkeypatch: pytest.MonkeyPatch, text: list[int], chance: float, seed: 
     def draft(at: int) -> int:
         return text[at] if at < len(text) and rng.random() < chance else rng.randrange(97)
 
-    def drafts(self: Any, sequence: Any, masks: int, numbers: list[int]) -> list[Row]:
-        return [Row(draft(len(sequence.tokens) + depth), depth + 1, depth - 1, chance) for depth in range(masks)]
+    def drafts(self: Any, sequence: Any, masks: int, guesses: list[Any]) -> Tree:
+        return Tree(Row(draft(len(sequence.tokens) + depth), depth + 1, depth - 1, chance) for depth in range(masks))
 
-    monkeypatch.setattr(TreeDrafter, "drafts", drafts)
+    monkeypatch.setattr(Drafter, "drafts", drafts)
 
 
 def check_text(model: Any, number: int, monkeypatch: pytest.MonkeyPatch, longest: int, new_tokens: int) -> list[int]:

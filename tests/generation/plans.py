@@ -8,13 +8,13 @@ and a fixed shape commits once k tokens are pending. Speeds are relative to AR d
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from math import ceil
 from random import Random
 
-from wedlm_hf.generation.drafter import Outlook
 from wedlm_hf.generation.fixed_plan import FixedPlan
-from wedlm_hf.generation.planner import Planner
-from wedlm_hf.generation.rows import Row, mask_runs
+from wedlm_hf.generation.planner import Outlook, Planner
+from wedlm_hf.generation.rows import ADAPTER_MASKS, Row
 from wedlm_hf.generation.step_times import StepTimes
 
 Curve = Callable[[int], float]
@@ -112,7 +112,7 @@ def speed(
                 if is_right:
                     last, found = place, found + 1
             mean = acceptance(step) if callable(acceptance) else acceptance
-            foreseen = len(mask_runs(plan).get(last, ()))
+            foreseen = len(plan.masks(last))
             depth, mean = (foreseen, mean) if foreseen else (int(maskless > 0), maskless)
             outlooks.append(Outlook(drafts_of(depth, mean, random, siblings), foreseen, ROOM))
         planner.finish(found)
@@ -149,7 +149,8 @@ def _expected(acceptance: float) -> dict[tuple[int, int], float]:
 def best_fixed(curve: Curve, acceptance: float, batch: int = 1, keeps_state: bool = False) -> float:
     """The speed of the best fixed shape, or chain where a state is kept, AR decoding among them."""
     if keeps_state:
-        chains = [FixedPlan(m, True, 0, True, pending) for m in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
+        shapes = product((1, 2, 3, 5), (2, 4, 8, 16, 32))
+        chains = [FixedPlan(masks, True, ADAPTER_MASKS, True, pending) for masks, pending in shapes]
         return max([1.0, *(speed(plan, lambda rows, *_: curve(rows), acceptance, seed=7) for plan in chains)])
     rows = {shape: batch * (1 + shape[0] + shape[1] * (1 + shape[0])) for shape in _expected(acceptance)}
     return max([1.0, *(n * curve(batch) / curve(rows[shape]) for shape, n in _expected(acceptance).items())])
