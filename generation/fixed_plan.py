@@ -27,9 +27,7 @@ class FixedPlan(Planner):
     def _rows(self, outlook: Outlook, most: int) -> Tree:
         room = outlook.room - 1 + self.run.skipped
         for size in range(max(0, min(self.depth, room)), 0, -1):
-            drafts = outlook.drafts[
-                : size - self.skipped_masks
-            ]  # as many as masks draft; a constraint may expect more
+            drafts = outlook.drafts[: size - self.run.skipped]  # as many as masks draft; a constraint may expect more
             masks = [min(size, room - depth) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)
