@@ -133,7 +133,7 @@ def main(
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
     shared = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": max_new_tokens, "do_sample": False}
-    fixed = [{"adaptive_window": False, "window_size": size} for size in drafts or (1, 2, 4)]
+    fixed = [{"window_size": size} for size in drafts or (1, 2, 4)]
     ways: dict[str, Any] = {"one row": {"slot_cost": 1e9}}  # with a row that costs so much, none is added
     ways |= {f"drafts: {way['window_size']}": way for way in fixed} | ({"planned": {}} if planned else {})
     clock = time.thread_time if threads == 1 else time.perf_counter

@@ -124,7 +124,7 @@ class DecodingOptions:
         strategy: parallel decoding (wedlm), the same block by block (block), or token by token (ar).
         verification: accept drafts that are AR decoding's own tokens (exact, default with a mask adapter), or all
             (none).
-        window_size: W, slots predicted at a time.
+        window_size: W, slots predicted at a time (default with verification: planned step by step).
         entropy_threshold: τ, nats; masks below it are filled.
         distance_penalty: λ, nats per position.
         max_new_tokens: longest answer, in tokens.
@@ -157,7 +157,7 @@ class DecodingOptions:
         given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
         given |= check_settings(self.settings, self.strategy) if self.settings else {}
         is_known = self.strategy != "wedlm" or self.verification == "none"  # else the default is the checkpoint's
-        unread = WeDLMGenerationSettings(strategy=self.strategy).unread(False) if is_known else ()
+        unread = WeDLMGenerationSettings(strategy=self.strategy).unread() if is_known else ()
         for name in (name for name, value in given.items() if name in unread and not is_left_out(value)):
             how = "--verification none" if self.strategy == "wedlm" else f"--strategy {self.strategy}"
             raise ValueError(f"`{name}={given[name]!r}` has no meaning with `{how}`.")

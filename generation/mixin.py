@@ -112,7 +112,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
         is_static = getattr(generation_config, "cache_implementation", None) == "static"
-        _check_passed(settings, settings.unread(self.has_mask_adapter, is_static), ours)
+        _check_passed(settings, settings.unread(is_static), ours)
         if settings.strategy != "ar":
             _check_options(self, settings, generation_config, model_kwargs.get(CACHE))
         return generation_config, model_kwargs
@@ -192,7 +192,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             # Its sliding layers are no longer than their windows.
             lengths = [getattr(layer, "max_cache_len", 0) for layer in prepared.layers]
             length = max(length, 1 + max(generation_config.max_cache_len or 0, *lengths))
-        cache.extent.capacity = max(length + 2 * settings.window_size, cache.extent.capacity or 0)
+        cache.extent.capacity = max(length + 2 * settings.width(True), cache.extent.capacity or 0)
         if self._valid_auto_compile_criteria(model_kwargs, generation_config):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__
@@ -333,12 +333,12 @@ def _rule(
     is_static: bool,
 ) -> Rule:
     """The rule of a call. Raises `ValueError` for processors that cannot be honoured without verification."""
-    size = settings.window_size if is_static else min(settings.window_size, request.limit)
+    size = settings.width(is_static) if is_static else min(settings.width(is_static), request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
         sampler.check_out_of_order()
         return FillRule(settings, sampler, request.end_tokens, size, settings.strategy == "block")
-    is_planned = settings.is_adaptive and not is_static
+    is_planned = settings.is_planned(is_static)
     has_state = keeps_state(model)  # which has one past: no branches
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION and not has_state
     if model.has_mask_adapter:

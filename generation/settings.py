@@ -8,10 +8,10 @@ import torch
 
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact")
-ENTROPIES = ("entropy_threshold", "distance_penalty", "draft_threshold")  # settings in nats
+ENTROPIES = ("entropy_threshold", "distance_penalty")  # settings in nats
 
-# W of adaptive windows: their output does not depend on it.
-LARGEST_WINDOW = 32
+# W, where the call leaves it out: as the authors' engine has it, and the most that a planned step may have.
+WINDOW, LARGEST_WINDOW = 16, 32
 
 
 class OptionError(ValueError):
@@ -46,19 +46,16 @@ class WeDLMGenerationSettings:
     Attributes:
         strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1);
             `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
-        window_size: W, slots predicted at a time (the authors' engine: 16); where the window adapts, the largest
-            (default there: 32).
+        window_size: W, slots predicted at a time. Default: 16 without verification; with it, each step checks the
+            drafts and has the masks that give most tokens per time (see [`Planner`]), down to plain AR steps. A number
+            fixes both. A static cache has 16 if none is given.
         entropy_threshold: τ, nats; unverified, masks whose adjusted entropy H + λ·d lies below it are filled (engine:
             0.4).
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
-        draft_threshold: nats; under verification, masks with H below it become drafts, where no mask adapter drafts.
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
             head.
-        adaptive_window: under verification, each step checks the drafts and has the masks that give most tokens per
-            time (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not
-            depend on it. A static cache keeps the window's size, whatever this says.
-        slot_cost: for `adaptive_window`: what one more row adds to the time of a forward of one row, or times of
-            forwards by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
+        slot_cost: where steps are planned: what one more row adds to the time of a forward of one row, as a share of
+            it. Default: measured while decoding.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 
@@ -67,13 +64,11 @@ class WeDLMGenerationSettings:
     """
 
     strategy: str = "ar"
-    window_size: int = 16
+    window_size: int | None = None
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
-    draft_threshold: float = 2.0
     verification: str = "none"
-    adaptive_window: bool | None = None
-    slot_cost: float | dict[int, float] | None = None
+    slot_cost: float | None = None
     mask_token_id: int | None = None
     output_trace: bool = False
 
@@ -82,19 +77,20 @@ class WeDLMGenerationSettings:
             if getattr(self, name) not in allowed:
                 choices = ", ".join(map(repr, allowed))
                 raise OptionError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.", name)
-        if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
+        size = self.window_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             message = f"`window_size` must be an integer of at least 1, got {self.window_size!r}."
             raise OptionError(message, "window_size")
         for name in ENTROPIES:
             if not _is_cost(value := getattr(self, name)):
                 raise OptionError(f"`{name}` must be a number of at least 0, got {value!r}.", name)
-        _check_slot_cost(self.slot_cost)
+        if self.slot_cost is not None and not (_is_cost(self.slot_cost) and self.slot_cost < math.inf):
+            message = f"`slot_cost` must be a finite number of at least 0, got {self.slot_cost!r}."
+            raise OptionError(message, "slot_cost")
         if math.isinf(self.distance_penalty):
             raise OptionError("`distance_penalty` must be finite, got inf.", "distance_penalty")
-        for name in ("output_trace", "adaptive_window"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):
-                raise OptionError(f"`{name}` must be True or False, got {value!r}.", name)
+        if not isinstance(self.output_trace, bool):
+            raise OptionError(f"`output_trace` must be True or False, got {self.output_trace!r}.", "output_trace")
         if self.verification != "none" and self.strategy == "block":
             raise OptionError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
@@ -102,20 +98,21 @@ class WeDLMGenerationSettings:
                 "verification",
             )
 
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether each step is planned."""
-        return self.verification != "none" and self.adaptive_window is not False
+    def is_planned(self, is_static: bool) -> bool:
+        """Whether each step is planned; `is_static`: the cache is."""
+        return self.verification != "none" and self.window_size is None and not is_static
 
-    def unread(self, has_mask_adapter: bool, is_static: bool = False) -> frozenset[str]:
+    def width(self, is_static: bool) -> int:
+        """W; the largest one where steps are planned."""
+        return self.window_size or (LARGEST_WINDOW if self.is_planned(is_static) else WINDOW)
+
+    def unread(self, is_static: bool = False) -> frozenset[str]:
         """The settings that this way of decoding does not read."""
         if self.strategy == "ar":
             return frozenset(SETTING_NAMES) - {"strategy", "mask_token_id"}
         if self.verification == "none":
-            return frozenset({"adaptive_window", "draft_threshold", "slot_cost"})
-        also = ["slot_cost"] * (is_static or not self.is_adaptive) + ["draft_threshold"] * has_mask_adapter
-        also += ["adaptive_window"] * is_static
-        return frozenset({"distance_penalty", "entropy_threshold", *also})
+            return frozenset({"slot_cost"})
+        return frozenset({*ENTROPIES, *["slot_cost"] * (not self.is_planned(is_static))})
 
     @classmethod
     def from_generation_config(
@@ -126,8 +123,8 @@ class WeDLMGenerationSettings:
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
-        if settings.is_adaptive and getattr(generation_config, "cache_implementation", None) != "static":
-            settings = replace(settings, window_size=given.get("window_size", LARGEST_WINDOW))
+        if settings.verification == "none":
+            settings = replace(settings, window_size=settings.width(False))
         if settings.strategy != "ar":
             if settings.mask_token_id is None and needs_mask_token:
                 raise ValueError(
@@ -153,22 +150,6 @@ def _is_cost(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return value >= 0 and (isinstance(value, float) or value < 2**63)  # no larger integer is sure to be a float
-
-
-def _check_slot_cost(cost: Any) -> None:
-    if cost is None or (_is_cost(cost) and cost < math.inf):
-        return
-    if not isinstance(cost, dict):
-        message = f"`slot_cost` must be a finite number of at least 0, or times by numbers of rows, got {cost!r}."
-        raise OptionError(message, "slot_cost")
-    rows = [int(count) for count in cost if str(count).isdecimal()]  # JSON makes strings of numbers
-    if (
-        len(rows) < max(2, len(cost))
-        or min(rows) < 1
-        or not all(_is_cost(time) and 0 < time < math.inf for time in cost.values())
-    ):
-        message = f"`slot_cost` must have a finite time above 0 for each of two or more numbers of rows, got {cost!r}."
-        raise OptionError(message, "slot_cost")
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))

@@ -145,9 +145,9 @@ function show(trace) {
   $("machine").textContent = `Times: ${times} on ${machine.device}, ${plural(machine.threads, "thread")}, torch ${machine.torch}, transformers ${machine.transformers}, ${machine.dtype}.`;
 }
 
-/* τ: of masks that are filled, or of those that become drafts. */
+/* τ, of masks that are filled; verification has none. */
 function thresholdOf(settings) {
-  return (settings.verification ?? "none") === "none" ? settings.entropy_threshold : settings.draft_threshold ?? settings.entropy_threshold;
+  return (settings.verification ?? "none") === "none" ? settings.entropy_threshold : undefined;
 }
 
 function choose(index) {

@@ -373,9 +373,7 @@ def evaluate(
         "ar": decode_all(model, tokenizer, tests, strategy="ar"),
     }
     if variant.is_causal:
-        result["verified"] = decode_all(
-            model, tokenizer, tests, strategy="wedlm", verification="exact", adaptive_window=False, **window
-        )
+        result["verified"] = decode_all(model, tokenizer, tests, strategy="wedlm", verification="exact", **window)
         for key, strategy in (("streaming", "wedlm"), (BLOCKS, "block")):
             result[key] = {
                 str(threshold): decode_all(

@@ -64,8 +64,8 @@ def check_greedy(
         settings = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
         expected = stock.generate(**inputs, **settings, pad_token_id=tokenizer.pad_token_id)
         output = model.generate(
-            **inputs, **settings, strategy="wedlm", verification="exact", adaptive_window=False,
-            window_size=options.drafts, return_dict_in_generate=True,
+            **inputs, **settings, strategy="wedlm", verification="exact", window_size=options.drafts,
+            return_dict_in_generate=True,
         )  # fmt: skip
         length = inputs["input_ids"].shape[1]
         for question, own, other in zip(part, output.sequences, expected, strict=True):
@@ -123,7 +123,7 @@ def check_samples(
             output = model.generate(
                 **inputs, do_sample=True, temperature=1.0, top_k=TOP_K, top_p=1.0, repetition_penalty=1.0,
                 max_new_tokens=LENGTH, num_return_sequences=64, strategy="wedlm", verification="exact",
-                adaptive_window=False, window_size=options.drafts, return_dict_in_generate=True,
+                window_size=options.drafts, return_dict_in_generate=True,
             )  # fmt: skip
             new = output.sequences[:, inputs["input_ids"].shape[1] :]
             counts.update(tuple(answer(row, tokenizer)) for row in new)

@@ -165,7 +165,7 @@ def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(
     else:
         for name, new in (("embed_tokens", nn.Embedding(104, 32)), ("lm_head", nn.Linear(32, 104, bias=False))):
             setattr(model.model if name == "embed_tokens" else model, name, new)
-    fixed = VERIFIED | {"adaptive_window": False, "window_size": 3, "return_dict_in_generate": True}
+    fixed = VERIFIED | {"window_size": 3, "return_dict_in_generate": True}
     before = model.generate(PROMPT, **fixed)
     assert torch.equal(before.sequences, model.generate(PROMPT, **GREEDY)) and before.stats.drafted.sum() > 0
     unload_mask_adapter(model)

@@ -114,7 +114,7 @@ def equal_parts(model: Any) -> Iterator[str]:
     length: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": 96}
     greedy = length | {"do_sample": False}
     exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact"}
-    drafting = exact | {"adaptive_window": False, "window_size": 3}
+    drafting = exact | {"window_size": 3}
 
     def same(prompt: torch.Tensor, options: dict[str, Any] = greedy) -> bool:
         return torch.equal(model.generate(prompt, **options, **drafting), model.generate(prompt, **options))
@@ -224,7 +224,7 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind):
     name, own = TURNS[kind]
     model = with_adapter(build(name, own))
-    exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 6}
+    exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 6}
 
     def check(ids: torch.Tensor, cache: Any = None, **limit: int) -> Any:
         greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96, **limit}

@@ -54,7 +54,7 @@ def test_verified_decoding_is_the_quantized_bases_own_text(tmp_path, base, name)
     kinds = kinds_of(model)
     expected, logits = model.generate(PROMPT, **GREEDY), model(PROMPT).logits
     attached(model)
-    settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
+    settings = {"strategy": "wedlm", "verification": "exact", "window_size": 3}
     assert torch.equal(model.generate(PROMPT, **GREEDY, **settings), expected)
     assert torch.equal(model(PROMPT).logits, logits)
     unload_mask_adapter(model)

@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 EXACT: dict[str, Any] = {"strategy": "wedlm", "verification": "exact"}
 LENGTH: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": 96}
 GREEDY = LENGTH | {"do_sample": False}
-FIXED: dict[str, Any] = {"adaptive_window": False, "window_size": 3}
+FIXED: dict[str, Any] = {"window_size": 3}
 
 
 def adapted(name: str) -> Any:

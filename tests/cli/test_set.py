@@ -39,7 +39,7 @@ HONOURED: dict[str, tuple[str, tuple[str, ...]]] = {
     "bos_token_id": ("7", ()), "cache_implementation": ("static", ()),
     "max_cache_len": ("200", ("cache_implementation=static",)), "compile_config": ('{"backend": "eager"}', ()),
     "disable_compile": ("true", ()),
-    "adaptive_window": ("true", ()), "draft_threshold": ("0.5", ()), "slot_cost": ("0.1", ()),
+    "slot_cost": ("0.1", ()),
     "mask_token_id": ("3", ()),
 }  # fmt: skip
 AR_ALONE: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -26,12 +26,12 @@ DECODERS = {
     "ar": {"strategy": "ar"},
     "wedlm": {"entropy_threshold": 2.0},
     "block": {"strategy": "block", "entropy_threshold": 2.0},
-    "verified": EXACT | {"draft_threshold": 2.5},
-    "fixed": {"verification": "exact", "adaptive_window": False, "draft_threshold": 2.5},
+    "verified": EXACT,
+    "fixed": {"verification": "exact", "window_size": 16},
     "static": STATIC | {"entropy_threshold": 2.0},
-    "static verified": STATIC | {"verification": "exact", "draft_threshold": 2.5},
+    "static verified": STATIC | {"verification": "exact"},
     "static adapter": STATIC | {"verification": "exact", "window_size": 4},
-    "branches": EXACT | {"adaptive_window": False},
+    "branches": EXACT | {"window_size": 16},
     "trees": EXACT,
 }
 

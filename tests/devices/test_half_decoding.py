@@ -19,10 +19,10 @@ ATTENTIONS = ["sdpa", pytest.param("eager", marks=SLOW)]
 EXACT = {"verification": "exact", "slot_cost": 0.04}
 DECODERS = {
     "ar": {"strategy": "ar", "suppress_tokens": [MASK]},
-    "verified": EXACT | {"draft_threshold": 2.5},
-    "static": {"verification": "exact", "cache_implementation": "static", "draft_threshold": 2.5},
+    "verified": EXACT,
+    "static": {"verification": "exact", "cache_implementation": "static"},
     "trees": EXACT,
-    "branches": EXACT | {"adaptive_window": False},
+    "branches": EXACT | {"window_size": 16},
     "static adapter": {"verification": "exact", "cache_implementation": "static", "window_size": 4},
 }
 PROMPTS = prompts_of([5, 1, 12])

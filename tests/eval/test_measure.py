@@ -14,7 +14,7 @@ from wedlm_hf.eval.prompts import Prompt
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
 AR = {"strategy": "ar", **SHORT}
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, **SHORT}
-EXACT = {**FAST, "verification": "exact", "adaptive_window": False}  # rows of a batch adapt together
+EXACT = {**FAST, "verification": "exact", "window_size": 16}  # rows of a batch adapt together
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
 
 

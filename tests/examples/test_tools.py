@@ -135,7 +135,7 @@ def test_the_check_of_smollm2_passes_the_same_model_and_fails_another():
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def generate(**options):  # with the settings of AR alone
-        ours = ("strategy", "verification", "adaptive_window", "window_size", "return_dict_in_generate")
+        ours = ("strategy", "verification", "window_size", "return_dict_in_generate")
         sequences = own.generate(**{name: options[name] for name in options.keys() - {*ours}})
         counts = dict.fromkeys(("new_tokens", "forwards", "drafted", "accepted"), torch.ones(len(sequences)))
         return Namespace(sequences=sequences, stats=Namespace(**counts))

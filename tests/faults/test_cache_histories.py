@@ -34,9 +34,9 @@ ENDS = [107, 151, 166, 227, 40, 77, 9]
 
 CALLS = {
     "none": {"strategy": "wedlm", "entropy_threshold": 1.0},
-    "exact": {"strategy": "wedlm", "verification": "exact", "draft_threshold": 100.0},
+    "exact": {"strategy": "wedlm", "verification": "exact"},
     "block": {"strategy": "block", "window_size": 4, "entropy_threshold": 1.0},
-    "fixed": {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 4},
+    "fixed": {"strategy": "wedlm", "verification": "exact", "window_size": 4},
 }
 CLEAR = re.compile("does not belong to the prompt|The cache holds .* rows, but|Nothing tells whether a cache belongs")
 

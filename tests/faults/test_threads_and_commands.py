@@ -9,7 +9,7 @@ from test_branches import adapted
 from test_generation import generate, prompts_of
 from tiny import tiny_model
 
-DECODERS = [{"entropy_threshold": 1.0}, {"verification": "exact", "draft_threshold": 100.0}]
+DECODERS = [{"entropy_threshold": 1.0}, {"verification": "exact"}]
 
 
 @pytest.mark.parametrize("make", [tiny_model, adapted], ids=["plain", "mask adapter"])

@@ -25,7 +25,7 @@ from wedlm_hf.generation.rows import ADAPTER_MASKS, Tree, with_masks
 from wedlm_hf.generation.rules import on_host
 from wedlm_hf.generation.sampling import SHORTLIST, TokenSampler
 
-FIXED = {"adaptive_window": False, "window_size": 4}
+FIXED = {"window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
 
 

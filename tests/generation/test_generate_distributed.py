@@ -17,7 +17,7 @@ STRATEGIES = {
     "ar": {},
     "wedlm": {"strategy": "wedlm", "entropy_threshold": 2.0},
     "block": {"strategy": "block", "entropy_threshold": 2.0},
-    "exact": {"strategy": "wedlm", "verification": "exact", "draft_threshold": 2.0},
+    "exact": {"strategy": "wedlm", "verification": "exact"},
 }
 LIMITS = [4, 16]  # new tokens of each process
 

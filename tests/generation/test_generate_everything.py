@@ -38,7 +38,7 @@ EXACT = {"strategy": "wedlm", "verification": "exact"}
 # The second ones of a kind are tried on a model with a mask adapter.
 STRATEGIES = {
     "unverified": [DRAFTS, DRAFTS | {"strategy": "block"}],
-    "verified": [EXACT | {"draft_threshold": 2.0, "slot_cost": 0.04}, EXACT | FIXED],
+    "verified": [EXACT | {"slot_cost": 0.04}, EXACT | FIXED],
 }
 
 

@@ -48,19 +48,10 @@ def prompts(*rows):
         ({"entropy_threshold": "0.4"}, "`entropy_threshold` must be a number of at least 0, got '0.4'"),
         ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
-        ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'`"),
         ({"slot_cost": 0.1}, "`slot_cost=0.1` goes with `verification='exact'`"),
-        ({"draft_threshold": -1}, "`draft_threshold` must be a number of at least 0, got -1"),
-        ({"draft_threshold": 1.0}, "`draft_threshold=1.0` goes with `verification='exact'`"),
-        (
-            {"slot_cost": "low"},
-            "`slot_cost` must be a finite number of at least 0, or times by numbers of .*, got 'low'",
-        ),
+        ({"slot_cost": "low"}, "`slot_cost` must be a finite number of at least 0, got 'low'"),
+        ({"slot_cost": {1: 2.0, 4: 3.0}}, "`slot_cost` must be a finite number of at least 0, got {1: 2.0, 4: 3.0}"),
         ({"slot_cost": float("inf")}, "`slot_cost` must be a finite number of at least 0"),
-        ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a finite time above 0 for each of two or more"),
-        ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a finite time above 0 for each of two or more"),
-        ({"slot_cost": {1: 2.0, 4: 0}}, "`slot_cost` must have a finite time above 0 for each of two or more"),
-        ({"slot_cost": {1: 2.0, 4: float("inf")}}, "`slot_cost` must have a finite time above 0"),
         ({"labels": PROMPT}, r"has no use for the inputs \['labels'\]"),
         ({"strategy": "block", "verification": "exact"}, "`verification='exact'` goes with `strategy='wedlm'`"),
         ({"mask_token_id": VOCAB_SIZE}, "`mask_token_id` must lie in the vocabulary \\(0 to 319\\), got 320"),
@@ -137,7 +128,7 @@ def test_settings_travel_with_the_checkpoint_and_calls_override_them_and_bad_one
 def test_verified_decoding_names_each_setting_that_it_does_not_read(model, caplog):
     expected = model.generate(PROMPT, **EXACT)
     assert not caplog.records
-    timed = {"slot_cost": 0.1, "adaptive_window": False}
+    timed = {"slot_cost": 0.1, "window_size": 16}
     for unread in ({"entropy_threshold": 0.0}, {"distance_penalty": 0.1}, timed):
         caplog.clear()
         assert model.generate(PROMPT, **EXACT | unread).tolist() == expected.tolist()
@@ -202,7 +193,7 @@ def test_text_streams_and_pipelines_give_the_same_text(model, tokenizer):
 
 def test_logits_that_become_no_numbers_name_step_and_row():
     """A token of row 1 has a broken embedding: the forward after the one that chose it is the first to read it."""
-    model, rows, options = tiny_model(), torch.tensor([[20, 40, 9], [31, 77, 5]]), EXACT | {"draft_threshold": 0.0}
+    model, rows, options = tiny_model(), torch.tensor([[20, 40, 9], [31, 77, 5]]), EXACT | {"slot_cost": 1e9}
     free = model.generate(rows, **options)[:, 3:].tolist()
     index = next(i for i in range(2, 19) if free[1][i] not in free[0] + free[1][:i])
     model.get_input_embeddings().weight.data[free[1][index]] = float("nan")
@@ -349,7 +340,7 @@ def sampled_in(model, dtype):
 @pytest.mark.parametrize("stored", [{}, {"verification": "exact"}])
 @pytest.mark.parametrize("given", [{}, {"window_size": 3}])
 def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, given):
-    """Where drafts are always right, the widest forward tells how far the window may grow."""
+    """Where drafts are always right, the widest forward tells how far a planned window may grow."""
     model = monotonous(storing(stored | {"strategy": "wedlm", "window_size": 2, "entropy_threshold": 0.5}))
     options = {"verification": "exact", "max_new_tokens": 90, "slot_cost": 0.0, "output_trace": True}
     output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True)

@@ -14,10 +14,6 @@ STATIC = {"cache_implementation": "static"}
 STRATEGIES = [{}, {"strategy": "block"}, {"verification": "exact"}]
 
 
-def threshold_of(strategy):
-    return "draft_threshold" if "verification" in strategy else "entropy_threshold"
-
-
 def compiled(backend):
     config = CompileConfig(backend=backend, fullgraph=True, dynamic=False, mode="default")
     config._compile_all_devices = True
@@ -28,7 +24,7 @@ def compiled(backend):
 @pytest.mark.parametrize("lengths", [[6], [5, 1, 12, 7]])
 def test_fixed_shapes_give_the_same_tokens_and_stay_the_same_whatever_the_limit(model, strategy, lengths):
     prompts, shapes = prompts_of(lengths), []
-    options = strategy | {threshold_of(strategy): 2.0, "window_size": 6, "adaptive_window": False}
+    options = strategy | {"window_size": 6} | ({} if "verification" in strategy else {"entropy_threshold": 2.0})
 
     def look(module, args, kwargs):
         seen.append((kwargs["input_ids"].shape, kwargs["attention_mask"].shape))
@@ -54,7 +50,7 @@ def graphs():
 
 EXACT = {"verification": "exact", "window_size": 4}
 COMPILED = {
-    "verified": (tiny_model, EXACT | {"draft_threshold": 2.0}),
+    "verified": (tiny_model, EXACT),
     "filled": (tiny_model, {"window_size": 4, "entropy_threshold": 2.0}),
     "sampled": (tiny_model, {"window_size": 4, "entropy_threshold": 2.0, "do_sample": True}),
     "Cohere2, adapter": (lambda: stock_model("Cohere2"), EXACT),  # all its layers slide

@@ -12,7 +12,7 @@ from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 16
-THRESHOLD = {"none": "entropy_threshold", "exact": "draft_threshold"}
+THRESHOLDS = {"none": {"entropy_threshold": 2.0}, "exact": {}}
 # Random models rarely say the real end token: these are common enough to end some rows early and others not.
 ENDS = [EOS, 107, 151, 166, 227, 40, 77]
 ORACLE = {"limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}  # what the slow decoders are told
@@ -176,9 +176,9 @@ def check_every_commit(model, prompts, rows, monkeypatch, **options):
     return len(seen)
 
 
-@pytest.mark.parametrize("verification", THRESHOLD)
+@pytest.mark.parametrize("verification", THRESHOLDS)
 def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatch, verification):
-    prompts, options = prompts_of([3, 10, 6]), {THRESHOLD[verification]: 2.0, "verification": verification}
+    prompts, options = prompts_of([3, 10, 6]), THRESHOLDS[verification] | {"verification": verification}
     _, rows = generate(qwen3, prompts, **options)
     assert check_every_commit(qwen3, prompts, rows, monkeypatch, **options) >= sum(map(len, rows)) // 16
 
@@ -192,10 +192,10 @@ def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(q
     assert left_to_right.step_map[0].tolist() == list(range(LIMIT))
 
 
-@pytest.mark.parametrize("verification", THRESHOLD)
+@pytest.mark.parametrize("verification", THRESHOLDS)
 def test_statistics_equal_what_a_hook_on_the_model_counts_and_nothing_else_is_kept(qwen3, verification):
     prompts, shapes = prompts_of([5, 9, 2]), []
-    options = {THRESHOLD[verification]: 2.0} | ({"slot_cost": 0.0} if verification == "exact" else {})  # no clock
+    options = THRESHOLDS[verification] | ({"slot_cost": 0.0} if verification == "exact" else {})  # no clock
     note = lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape)  # noqa: E731
     with qwen3.register_forward_pre_hook(note, with_kwargs=True):
         output, rows = generate(qwen3, prompts, verification=verification, output_trace=True, **options)
@@ -224,7 +224,7 @@ def monotonous(model):
 def test_verified_decoding_uses_good_drafts():
     """W + 1 tokens come of a forward."""
     model = monotonous(tiny_model())
-    options = {"verification": "exact", "max_new_tokens": 32, "window_size": 8, "adaptive_window": False}
+    options = {"verification": "exact", "max_new_tokens": 32, "window_size": 8}
     output, rows = generate(model, prompts_of([5]), **options)
     assert rows == [[50] * 32] and output.stats.forwards.item() <= 6
     assert torch.equal(output.stats.accepted, output.stats.drafted)
@@ -250,7 +250,7 @@ def test_verified_sampling_is_distributed_as_ar_sampling(qwen3):
     suppressed = [token for token in range(VOCAB_SIZE) if token not in allowed]
     second = torch.stack([chances_of(qwen3, [*prompt, token], allowed, 2.0) for token in allowed])
     expected = chances_of(qwen3, prompt, allowed, 2.0)[:, None] * second
-    exact = {"verification": "exact", "adaptive_window": False, "draft_threshold": 100.0, "max_new_tokens": 3}
+    exact = {"verification": "exact", "window_size": 16, "max_new_tokens": 3}
     sampled = {"do_sample": True, "temperature": 2.0, "top_k": 0, "suppress_tokens": suppressed}
     output, _ = generate(qwen3, [prompt] * count, 0, **exact, **sampled)
     assert output.stats.drafted.sum() > count / 2
@@ -301,7 +301,7 @@ SHORT_AND_LONG = [5, 1, 12]
 
 def test_verified_scores_logits_and_log_probs_are_those_of_ar_decoding(qwen3):
     options = KEEP | {"suppress_tokens": [MASK], "repetition_penalty": 1.3}
-    output, rows = generate(qwen3, prompts_of(SHORT_AND_LONG), verification="exact", draft_threshold=2.0, **options)
+    output, rows = generate(qwen3, prompts_of(SHORT_AND_LONG), verification="exact", **options)
     ar, ar_rows = generate(qwen3, prompts_of(SHORT_AND_LONG), strategy="ar", **options)
     assert rows == ar_rows and len({len(row) for row in rows}) > 1
     transitions, expected = (

@@ -230,7 +230,7 @@ def test_a_gguf_file_of_a_hybrid_carries_a_mask_adapter(tmp_path):
     assert torch.equal(found.generate(prompt, **options), expected)
     for parameter in add_mask_adapter(found, MaskAdapterSettings(rank=2, head_width=8)).parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    how = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
+    how = {"strategy": "wedlm", "verification": "exact", "window_size": 3}
     assert torch.equal(found.generate(prompt, **options, **how), expected)
 
 

@@ -26,9 +26,9 @@ SETTINGS = {
     "sampled": {"entropy_threshold": 1.5, "do_sample": True, "temperature": 1.3},
     "one at a time": {"entropy_threshold": 0.0, "distance_penalty": 0.3},
     "block": {"strategy": "block", "entropy_threshold": 1.5},
-    "exact": {"verification": "exact", "draft_threshold": 3.0, "adaptive_window": False},
-    "exact, adaptive": {"verification": "exact", "draft_threshold": 3.0, "slot_cost": 0.04},
-    "exact, sampled": {"verification": "exact", "draft_threshold": 3.0, "do_sample": True, "slot_cost": 0.04},
+    "exact": {"verification": "exact", "window_size": 16},
+    "exact, adaptive": {"verification": "exact", "slot_cost": 0.04},
+    "exact, sampled": {"verification": "exact", "do_sample": True, "slot_cost": 0.04},
 }
 
 
@@ -156,15 +156,15 @@ def test_entropies_are_those_of_the_model(model, recorded):
 def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "window_size", 4, raising=False)
     monkeypatch.setattr(model.generation_config, "entropy_threshold", 1.5, raising=False)
-    for options, window, name, threshold in (
-        ({}, 4, "entropy_threshold", 1.5),
-        ({"verification": "exact"}, 32, "draft_threshold", 2.0),  # what is stored was chosen for another decoder
-        ({"window_size": 3, "verification": "exact"}, 3, "draft_threshold", 2.0),
+    for options, window, threshold in (
+        ({}, 4, 1.5),
+        ({"verification": "exact"}, None, 0.4),  # what is stored was chosen for another decoder
+        ({"window_size": 3, "verification": "exact"}, 3, 0.4),
     ):
         request = AnswerRequest([TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
         trace = record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
         settings = trace.recordings[0].runs[0].settings
-        assert (settings["window_size"], settings[name]) == (window, threshold)
+        assert (settings["window_size"], settings["entropy_threshold"]) == (window, threshold)
 
 
 def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
@@ -207,7 +207,7 @@ def test_characters_of_several_tokens_come_with_their_last_one():
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
 STREAMED = {"strategy": "wedlm", "window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02}
-DRAFTS = {"strategy": "wedlm", "verification": "exact", "draft_threshold": 2.5, "window_size": 8}
+DRAFTS = {"strategy": "wedlm", "verification": "exact", "window_size": 8}
 
 
 def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
@@ -229,7 +229,7 @@ def trace(nano):
 
 @pytest.fixture(scope="module")
 def drafts(nano):
-    options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
+    options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "window_size": 16}
     return record(*nano, AnswerRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
