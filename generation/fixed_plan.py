@@ -1,28 +1,43 @@
 """A plan that is the same in every step."""
 
 from collections.abc import Sequence
+from sys import maxsize
 
-from .planner import Outlook, Planner
-from .rows import ADAPTER_MASKS, MaskRun, Tree, with_masks
-from .step_times import StepTimes
+from .planner import Outlook
+from .rows import ADAPTER_MASKS, MaskRun, Row, Tree, with_masks
 
 
-class FixedPlan(Planner):
+class FixedPlan:
     """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one; or
     fewer of both, where a step may not have so many rows. Where a state is kept, a step without both commits the
-    tokens once `pending` are."""
+    tokens once `pending` are. It learns nothing."""
 
     def __init__(
-        self, depth: int, is_chain: bool, run: MaskRun = ADAPTER_MASKS, keeps_state: bool = False, pending: int = 8
+        self,
+        depth: int,
+        is_chain: bool,
+        run: MaskRun = ADAPTER_MASKS,
+        keeps_state: bool = False,
+        most_rows: int = maxsize,
+        pending: int = 8,
     ):
-        self.pending = pending
-        super().__init__(StepTimes(0.0), depth, is_chain, run, keeps_state)
+        self.depth, self.is_chain, self.run, self.keeps_state = depth, is_chain, run, keeps_state
+        self.most_rows, self.pending = most_rows, pending
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Tree]:
         """See [`Planner.plan`]."""
-        if self.commits and before >= self.pending:
+        if self.keeps_state and before >= self.pending:
             return [Tree() for _ in outlooks]
         return [self._rows(outlook, self.most_rows - 1 - before) for outlook in outlooks]
+
+    def learn(self, draft: Row, has_passed: bool) -> None:
+        """See [`Planner.learn`]."""
+
+    def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
+        """See [`Planner.begin`]."""
+
+    def finish(self, tokens: int) -> None:
+        """See [`Planner.finish`]."""
 
     def _rows(self, outlook: Outlook, most: int) -> Tree:
         room = outlook.room - 1 + self.run.skipped

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from sys import maxsize
 from typing import Any
@@ -166,14 +167,12 @@ class WeDLMGenerationMixin(GenerationMixin):
         compiled = None
         if is_static:
             compiled = self._fixed_shape_forward(cache, request, settings, generation_config, model_kwargs)
-        rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
+        rule, kept = _rule(self, settings, logits_processor, generation_config, request, is_static)
         go_on = partial(self._has_unfinished_sequences, synced_gpus=synced_gpus, device=input_ids.device)
-        try:
+        with kept:
             decoder = ParallelDecoder(self, request, rule, cache, compiled, go_on)
             with cache.emptied_on_failure():
                 return _decode(decoder, settings, generation_config, streamer)
-        finally:
-            _give_back(self, rule)
 
     def _fixed_shape_forward(
         self: Any,
@@ -331,13 +330,14 @@ def _rule(
     generation_config: GenerationConfig,
     request: DecodingRequest,
     is_static: bool,
-) -> Rule:
-    """The rule of a call. Raises `ValueError` for processors that cannot be honoured without verification."""
+) -> tuple[Rule, AbstractContextManager[Any]]:
+    """The rule of a call, and what it learns in, a context. Raises `ValueError` for processors that cannot be honoured
+    without verification."""
     size = settings.width(is_static) if is_static else min(settings.width(is_static), request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
         sampler.check_out_of_order()
-        return FillRule(settings, sampler, request.end_tokens, size, settings.strategy == "block")
+        return FillRule(settings, sampler, request.end_tokens, size, settings.strategy == "block"), nullcontext()
     is_planned = settings.is_planned(is_static)
     has_state = keeps_state(model)  # which has one past: no branches
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION and not has_state
@@ -345,41 +345,41 @@ def _rule(
         size = min(size, model.deepest)
     # Drafts from the text are a branch beside those of masks.
     drafter = make_drafter(model, sampler, request.end_tokens, is_planned and takes_any_mask)
-    # Where shapes are fixed, masks stand behind the last draft alone: behind each one the rows would be its square.
-    is_chain = is_static or not takes_any_mask
-    how = is_chain, drafter.run, has_state
-    planner: Planner = FixedPlan(size, *how)
-    if is_planned:
-        planner = _planner(model, settings, sampler, size - drafter.run.skipped, *how)
+    # Masks behind each of W drafts are W squared: too many where shapes are fixed, or a window is as wide as WeDLM's.
+    is_chain = is_static or not takes_any_mask or not (is_planned or model.has_mask_adapter)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     # A commit may have a row more than the step before.
-    planner.most_rows = ROWS_ALIKE - has_state if is_by_row else maxsize
-    return VerifyRule(sampler, drafter, planner, size, is_by_row, has_state)
+    how = is_chain, drafter.run, has_state, ROWS_ALIKE - has_state if is_by_row else maxsize
+    if not is_planned:
+        return VerifyRule(sampler, drafter, FixedPlan(size, *how), size, is_by_row, has_state), nullcontext()
+    kept = _planner(model, settings, sampler, size - drafter.run.skipped, *how)
+    return VerifyRule(sampler, drafter, kept.planner, size, is_by_row, has_state), kept
 
 
-def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> Planner:
-    """The planner of a call. Where it measures times, it stays with the model, and knows what it learned before."""
+class _Kept(AbstractContextManager["_Kept"]):
+    """A planner of a call, which stays with the model behind it if it has a place there."""
+
+    def __init__(self, planner: Planner, home: dict[Any, Planner] | None = None, key: Any = None):
+        self.planner, self.home, self.key = planner, home, key
+
+    def __exit__(self, *error: Any) -> None:
+        if self.home is not None:
+            self.home[self.key] = self.planner
+
+
+def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> _Kept:
+    """The planner of a call. Where it measures times, it knows what it learned in the calls before."""
     # The processes of tensor parallelism must plan alike: nothing there may depend on a clock.
     is_alone = (getattr(model, "tp_size", None) or 1) == 1
-    is_timed = settings.slot_cost is None and is_alone
-    device = sampler.device.type
-    slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"]) if settings.slot_cost is None else settings.slot_cost
-    if not is_timed:
-        return Planner(StepTimes(slot_cost), depth, *how)
+    device, slot_cost = sampler.device.type, settings.slot_cost
+    usual = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
+    if slot_cost is not None or not is_alone:
+        return _Kept(Planner(StepTimes(usual if slot_cost is None else slot_cost), depth, *how))
+    home = model.__dict__.setdefault("_planners", {})
     key = str(sampler.device), model.dtype, sampler.do_sample, depth, *how
     # Taken away while it is used: other threads make one of their own.
-    planner: Planner | None = model.__dict__.setdefault("_planners", {}).pop(key, None)
-    if planner is None:
-        planner = Planner(StepTimes(slot_cost, step_clock(device)), depth, *how)
-    planner.key = key
-    return planner
-
-
-def _give_back(model: Any, rule: Rule) -> None:
-    """Leaves the planner with the model, for the next call."""
-    planner = getattr(rule, "planner", None)
-    if isinstance(planner, Planner) and planner.key is not None:
-        model.__dict__.get("_planners", {})[planner.key] = planner  # unless the adapter was taken away meanwhile
+    planner = home.pop(key, None) or Planner(StepTimes(usual, step_clock(device)), depth, *how)
+    return _Kept(planner, home, key)
 
 
 def _decode(

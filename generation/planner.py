@@ -64,6 +64,7 @@ class Planner:
         is_chain: masks stand behind the last draft alone.
         run: how masks stand behind a row.
         keeps_state: the model keeps a state, see [`Commits`].
+        most_rows: of a sequence in a step.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Planner:
         is_chain: bool = False,
         run: MaskRun = ADAPTER_MASKS,
         keeps_state: bool = False,
+        most_rows: int = maxsize,
     ):
-        self.times, self.depth, self.is_chain, self.run = times, depth, is_chain, run
-        self.most_rows = maxsize  # of a sequence in a step
+        self.times, self.depth, self.is_chain, self.run, self.keeps_state = times, depth, is_chain, run, keeps_state
+        self.most_rows = most_rows
         self.commits = Commits() if keeps_state else None
-        self.key: Any = None  # under which the model keeps it between calls
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         # Of each bin, how many drafts passed, and how many should have by their chances.
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .drafter import Drafter, Seen
+from .fixed_plan import FixedPlan
 from .planner import Outlook, Planner
 from .rows import SequenceState, Step, Tree
 from .rules import Cut, SequenceOutcome, StepOutcome
@@ -67,7 +68,7 @@ class VerifyRule:
         self,
         sampler: TokenSampler,
         drafter: Drafter,
-        planner: Planner,
+        planner: Planner | FixedPlan,
         size: int,
         is_by_row: bool = False,
         keeps_state: bool = False,

@@ -14,7 +14,7 @@ from random import Random
 
 from wedlm_hf.generation.fixed_plan import FixedPlan
 from wedlm_hf.generation.planner import Outlook, Planner
-from wedlm_hf.generation.rows import ADAPTER_MASKS, Row
+from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.step_times import StepTimes
 
 Curve = Callable[[int], float]
@@ -77,7 +77,7 @@ def passed(drafts: list[Row], random: Random) -> Iterator[tuple[int, bool]]:
 
 
 def speed(
-    planner: Planner,
+    planner: Planner | FixedPlan,
     curve: Callable[[int, bool, int], float],
     acceptance: float | Callable[[int], float],
     steps: int = STEPS,
@@ -89,9 +89,11 @@ def speed(
     """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
     time the planner's clock shows times `noise`. `maskless`: mean chance of the drafts that there are without masks,
     of one position; 0 for none."""
-    random, jitter, clock = Random(seed), Random(seed), planner.times.clock
+    random, jitter = Random(seed), Random(seed)
+    clock = planner.times.clock if isinstance(planner, Planner) else None
+    keeps_state = planner.keeps_state
     outlooks = [Outlook([], 0, ROOM)] * batch
-    siblings = () if planner.commits else SIBLINGS
+    siblings = () if keeps_state else SIBLINGS
     time = tokens = alone = 0.0
     before = 0
     for step in range(steps):
@@ -116,7 +118,7 @@ def speed(
             depth, mean = (foreseen, mean) if foreseen else (int(maskless > 0), maskless)
             outlooks.append(Outlook(drafts_of(depth, mean, random, siblings), foreseen, ROOM))
         planner.finish(found)
-        before = before + found if planner.commits and plans[0] else 0
+        before = before + found if keeps_state and plans[0] else 0
         tokens += found
     return tokens / batch / time * (alone / steps)
 
@@ -150,7 +152,7 @@ def best_fixed(curve: Curve, acceptance: float, batch: int = 1, keeps_state: boo
     """The speed of the best fixed shape, or chain where a state is kept, AR decoding among them."""
     if keeps_state:
         shapes = product((1, 2, 3, 5), (2, 4, 8, 16, 32))
-        chains = [FixedPlan(masks, True, ADAPTER_MASKS, True, pending) for masks, pending in shapes]
+        chains = [FixedPlan(masks, True, keeps_state=True, pending=pending) for masks, pending in shapes]
         return max([1.0, *(speed(plan, lambda rows, *_: curve(rows), acceptance, seed=7) for plan in chains)])
     rows = {shape: batch * (1 + shape[0] + shape[1] * (1 + shape[0])) for shape in _expected(acceptance)}
     return max([1.0, *(n * curve(batch) / curve(rows[shape]) for shape, n in _expected(acceptance).items())])

@@ -284,7 +284,8 @@ def test_masks_see_their_own_branch_and_the_real_rows_before_it(make, style, sha
     model, prompts, (options, siblings) = make(style), prompts_of([5, 1, 12]), shape
     foreseeing(ar_outputs(model, prompts), 0.4, siblings=siblings)
     homes = check_masks_of(model, prompts, monkeypatch, **options)
-    assert homes >= {0, 1, 2, 3} and (siblings == 0 or max(homes) > 4)
+    # A fixed window of own masks is a chain.
+    assert {0, 3} <= homes and (siblings == 0 or max(homes) > 4)
 
 
 def test_attention_that_takes_no_mask_is_given_none_where_the_text_knows_better_than_masks(monkeypatch):

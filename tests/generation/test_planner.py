@@ -77,8 +77,7 @@ def test_drafts_come_back_where_the_text_becomes_foreseeable(make, curve, seldom
 
 
 def test_pending_tokens_are_committed_before_they_outgrow_the_rows_of_a_step():
-    planner, widths = new_chain(0.0), []
-    planner.most_rows = 31
+    planner, widths = new_planner(0.0, is_chain=True, keeps_state=True, most_rows=31), []
     plans.speed(planner, lambda rows, *_: widths.append(rows) or 1.0, 0.95)
     assert 25 < max(widths) <= 32 and planner._credit >= 0
 
@@ -127,8 +126,7 @@ def test_nothing_is_planned_beyond_the_limit_or_the_rows_that_a_step_may_have():
     for room in (1, 2, 3):
         drafts, masks = parts(Planner(StepTimes(0.0), 5), chain(0.9, 0.9, 0.9), 3, room)
         assert len(drafts) == room - 1 and all(depth + count < room for depth, count in enumerate(masks))
-    planner = Planner(StepTimes(0.0), 40)
-    planner.most_rows = 32
+    planner = Planner(StepTimes(0.0), 40, most_rows=32)
     for count in (0, 20, 31, 40):
         drafts, masks = parts(planner, chain(*[0.99] * count), count, 100)
         assert min(count, 31) < 1 + len(drafts) + sum(masks) <= 32
@@ -243,7 +241,6 @@ def test_a_fixed_plan_checks_all_there_is():
 
 @pytest.mark.parametrize(("is_chain", "size"), [(False, 4), (True, 15)])
 def test_a_fixed_plan_has_no_more_rows_than_a_step_may(is_chain, size):
-    plan = FixedPlan(20, is_chain)
-    plan.most_rows = 32
+    plan = FixedPlan(20, is_chain, most_rows=32)
     drafts, masks = parts(plan, chain(*[0.5] * 20), 20)
     assert len(drafts) == size and max(masks) == size and 1 + size + sum(masks) <= 32
