@@ -37,6 +37,8 @@ from .step_times import ENOUGH, MEMORY, StepTimes
 # What a draft's chance is taken for before anything is known.
 CHANCE = 0.7
 
+# Masks of a sequence in a step, behind all rows together: where rows cost nothing, each is worth something.
+MOST_MASKS = 128
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
 # Share of the tokens that looking may cost; those of the first hundred steps at once, or of 150 where a state is kept:
@@ -237,7 +239,7 @@ class Planner:
             ends = np.where(last[..., None] == counts, reach[:, None], 0.0)
         values = ends[..., None] * worth * (np.arange(len(worth)) < room[:, None, :, None])
         flat = values.reshape(len(trees), size, -1)
-        order = np.argsort(-flat, kind="stable")  # of masks behind a row, the first one is worth most
+        order = np.argsort(-flat, kind="stable")[..., :MOST_MASKS]  # behind a row, the first one is worth most
         first = reach.cumsum(1)[..., None] - 1
         gains = np.concatenate([first, first + np.take_along_axis(flat, order, 2).cumsum(2)], 2)
         homes = np.zeros(gains.shape, dtype=int)

