@@ -229,7 +229,7 @@ def trace(nano):
 
 @pytest.fixture(scope="module")
 def drafts(nano):
-    options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "window_size": 16}
+    options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24}
     return record(*nano, AnswerRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
