@@ -1,18 +1,15 @@
 """WeDLM for Hugging Face transformers: diffusion language models that decode in parallel under causal attention.
 
 The four sub-packages are the library: `modeling_wedlm` (model, conversion, Hub bundle), `generation` (decoding),
-`training` (masking, collator, loss) and `eval`. The names below are shortcuts, looked up on first use, so that
-`import wedlm_hf` itself loads neither torch nor transformers.
+`training` (masking, collator, loss) and `eval`. The names below are shortcuts, looked up on first use.
 
-It makes the model known to the Auto classes of transformers and mask adapters to PEFT: at once where those are loaded,
-else as soon as they are. Where other programs run, threads of a torch that loads after it wait without spinning.
+`import wedlm_hf` makes the model known to the Auto classes of transformers, and mask adapters to PEFT. The command
+`wedlm` reads its words first: it registers what it needs when it runs.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,57 +76,12 @@ def __dir__() -> list[str]:
     return sorted(["__version__", *__all__])
 
 
-# What registers itself when it is imported, by the module that it registers itself with.
-_WAITING = {"transformers.models.auto.modeling_auto": "modeling_wedlm", "peft": "adapters.peft_method"}
+def register() -> None:
+    """Makes the model known to the Auto classes of transformers, and mask adapters to PEFT where it is installed."""
+    import_module(".modeling_wedlm", __name__)
+    if find_spec("peft") is not None:
+        import_module(".adapters.peft_method", __name__)
 
 
-class _Registration:
-    """A finder of modules that finds none, but has ours imported behind those that they register themselves with: once
-    no module of transformers or PEFT is half imported, since ours may need any of them."""
-
-    depth = 0  # such modules whose import is under way
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """What the other finders say; the loader of a module of theirs tells when its import begins and ends."""
-        if not _WAITING or name.partition(".")[0] not in ("transformers", "peft"):
-            return None
-        others = [finder.find_spec for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (find(name, path, target) for find in others)), None)
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
-
-        def run_and_register(module: Any) -> None:
-            with cls.importing():
-                run(module)
-            cls.register()
-
-        if not hasattr(spec.loader, "is_watched"):  # a loader of many modules is asked for each
-            spec.loader.exec_module, spec.loader.is_watched = run_and_register, True  # type: ignore[attr-defined, method-assign]
-        return spec
-
-    @classmethod
-    @contextmanager
-    def importing(cls) -> Iterator[None]:
-        """Within this context, nothing registers itself."""
-        cls.depth += 1
-        try:
-            yield
-        finally:
-            cls.depth -= 1
-
-    @classmethod
-    def register(cls) -> None:
-        """Imports ours whose counterparts are there, unless an import is under way."""
-        while not cls.depth and (theirs := next((name for name in _WAITING if name in sys.modules), None)):
-            with cls.importing():
-                import_module(f".{_WAITING[theirs]}", __name__)
-            _WAITING.pop(theirs, None)
-
-
-if __name__ == "wedlm_hf":  # not where pytest imports this file by another name
-    if "torch" not in sys.modules:  # which reads it as it loads
-        import_module(".threads", __name__).wait_without_spinning()
-    sys.meta_path.insert(0, _Registration)
-    _Registration.register()
+if __name__ == "wedlm_hf" and "wedlm_cli" not in sys.modules:  # not where pytest imports this file by another name
+    register()

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..generation.state import keeps_state
+from ..generation.threads import sleeping_beside_others
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .attach import attached_in, check_answers, save_mask_adapter
@@ -109,6 +110,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         )
         self._connect(self.budget)
 
+    @sleeping_beside_others()
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's, for the masks. Then one process trains the root head for all: [`ROOT_ROWS`] rows for each mask
         row of a process. Checkpoints have it as before."""

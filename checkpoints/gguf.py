@@ -1,7 +1,6 @@
 """GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,22 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .find import CONFIG_FILE, find_checkpoint, find_file, is_adapter
 
-# The tensors that transformers reads from GGUF files of the families we take. It ignores all others.
-_TENSOR = re.compile(
-    r"(token_embd|output|output_norm)\.weight"
-    r"|blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down)|(attn|ffn)_norm)\.weight"
-)
-_TENSORS_OF = {
-    "lfm2": re.compile(
-        r"token_embd_norm\.weight|blk\.\d+\.(attn_(q|k)_norm|shortconv\.(conv|in_proj|out_proj))\.weight"
-    ),
-    "qwen2": re.compile(r"blk\.\d+\.attn_(q|k|v)\.bias"),
-    "qwen3": re.compile(r"blk\.\d+\.attn_(q|k)_norm\.weight"),
-}
+# What a file says of the network, and how the names of transformers' settings for it end.
+_STATED = {
+    "rope.scaling.type": "rope_type", "attention.sliding_window": "sliding_window", "expert_count": "experts",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
 
@@ -65,21 +57,34 @@ def read_gguf_config(folder: str, gguf_file: str, revision: str | None) -> dict[
     if find_spec("gguf") is None:
         raise ImportError("Reading GGUF files needs the package `gguf`: pip install '.[gguf]' in the clone.")
     options = find_checkpoint(folder, revision=revision, file=gguf_file)
-    _check_gguf(str(find_file(folder, gguf_file, **options)))
+    reader = _reader(str(find_file(folder, gguf_file, **options)))
     with _reading_gguf(folder, gguf_file):
         config_dict: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file, **options)[0]
-    config_dict.pop("quantization_config", None)  # the weights are dequantized
+        config_dict.pop("quantization_config", None)  # the weights are dequantized
+        config = AutoConfig.for_model(**config_dict)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    if left_out := _unread_settings(reader, config) + _unread_tensors(reader, model):
+        shown = ", ".join(left_out[:3]) + ", …" * (len(left_out) > 3)
+        shown += ": its RoPE scaling" if left_out == ["rope_freqs.weight"] else ""
+        instead = "Convert the safetensors checkpoint of this model instead."
+        file = os.path.join(folder, gguf_file)
+        raise ValueError(f"{file!r} holds {shown}, which transformers does not read from GGUF files. {instead}")
     return config_dict
 
 
 def load_gguf_model(source: str, gguf_file: str, revision: str | None) -> tuple[Any, dict[str, Any]]:
-    """The stock model of a GGUF file, its weights dequantized to float32, and what loading found."""
+    """The stock model of a GGUF file, its weights dequantized to float32, and what loading found. Raises `ValueError`
+    for a file whose weights are not those of the model that it states."""
     options = find_checkpoint(source, revision=revision, file=gguf_file)
     with _reading_gguf(source, gguf_file):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, dtype=torch.float32, output_loading_info=True, **options
         )
     model, info = loaded
+    if faults := [f"{kind} {sorted(info[kind])}" for kind in ("missing_keys", "unexpected_keys") if info[kind]]:
+        file = os.path.join(source, gguf_file)
+        raise ValueError(f"The weights of {file!r} are not those of {type(model).__name__}: {', '.join(faults)}.")
     return model, info
 
 
@@ -112,22 +117,44 @@ def _reading_gguf(source: str, gguf_file: str) -> Iterator[None]:
         raise OSError(f"transformers cannot read the GGUF file {gguf_file!r} of {source!r}: {error}") from error
 
 
-def _check_gguf(path: str) -> None:
-    """Raises unless transformers would read all that the file holds."""
+def _reader(path: str) -> Any:
+    """The file as gguf reads it. Raises `OSError` for one that is damaged."""
     try:
         reader: Any = import_module("gguf").GGUFReader(path)
-        architecture = reader.fields["general.architecture"].contents()
+        reader.fields["general.architecture"].contents()
     except Exception as error:  # whatever the reading of a damaged file raises
         raise OSError(f"{path!r} is not a GGUF file, or damaged or truncated: {error}") from error
-    known = [_TENSOR] + ([_TENSORS_OF[architecture]] if architecture in _TENSORS_OF else [])
-    names = [tensor.name for tensor in reader.tensors]
-    left_out = [name for name in names if not any(pattern.fullmatch(name) for pattern in known)]
-    for name in ("rope.scaling.type", "attention.sliding_window", "expert_count", "final_logit_softcapping"):
+    return reader
+
+
+def _unread_settings(reader: Any, config: PreTrainedConfig) -> list[str]:
+    """What the file says of the network and the config does not."""
+    architecture, found = reader.fields["general.architecture"].contents(), []
+    stated = list(_leaves(config.to_dict()))
+    for name, ending in _STATED.items():
         field = reader.fields.get(f"{architecture}.{name}")
-        if field is not None and field.contents() not in (0, "none"):
-            left_out.append(f"{architecture}.{name}={field.contents()}")
-    if left_out:
-        shown = ", ".join(left_out[:3]) + ", …" * (len(left_out) > 3)
-        shown += ": its RoPE scaling" if left_out == ["rope_freqs.weight"] else ""
-        instead = "Convert the safetensors checkpoint of this model instead."
-        raise ValueError(f"{path!r} holds {shown}, which transformers does not read from GGUF files. {instead}")
+        value = 0 if field is None else field.contents()
+        if value not in (0, "none", *(each for key, each in stated if str(key).endswith(ending))):
+            found.append(f"{architecture}.{name}={value}")
+    return found
+
+
+def _leaves(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield key, value
+
+
+def _unread_tensors(reader: Any, model: Any) -> list[str]:
+    """The tensors that the model has no place for, where the file has more weights than the model."""
+    spare = sum(int(tensor.n_elements) for tensor in reader.tensors) - sum(p.numel() for p in model.parameters())
+    if spare <= 0:  # weights that are missing are seen when they are loaded
+        return []
+    gguf: Any = import_module("gguf")
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    kind = kinds[reader.fields["general.architecture"].contents()]
+    names = gguf.get_tensor_name_map(kind, model.config.get_text_config().num_hidden_layers)
+    known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
+    return [tensor.name for tensor in reader.tensors if tensor.name not in known] or [f"{spare} weights more"]

@@ -23,6 +23,8 @@ from .gguf import end_token_ids, load_gguf_model, parsed_once, read_gguf_config,
 from .packed import PACKINGS, forget_gguf, pack, use_fastest
 
 FASTEST = "fastest"
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -153,6 +155,7 @@ def _load_safetensors(
     # transformers takes a generation config that is no JSON for a missing one.
     check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {source!r}"):
+        _refuse_pickles(source, found)
         found |= {"use_safetensors": True, "adapter_kwargs": {"local_files_only": found["local_files_only"]}}
         loaded = model_class.from_pretrained(source, dtype=dtype, **found | options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -163,6 +166,19 @@ def _load_safetensors(
                 wanted = "an integer or a list of integers"
                 raise ValueError(f"`{name}` of generation_config.json must be {wanted}, got {value!r}.")
     return loaded
+
+
+def _refuse_pickles(source: str, found: dict[str, Any]) -> None:
+    """Raises `OSError` for a checkpoint whose weights are pickled alone."""
+    options = {name: found[name] for name in ("revision", "subfolder", "local_files_only") if name in found}
+    if any(find_file(source, name, is_needed=False, **options) for name in SAFETENSORS):
+        return
+    if pickled := next((name for name in PICKLES if find_file(source, name, is_needed=False, **options)), None):
+        raise OSError(
+            f"{source!r} has its weights as {pickled} alone: reading that file would run what it holds, so it is "
+            "never read. Where you trust it, transformers writes them as safetensors, which are: "
+            "`AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)`."
+        )
 
 
 def _try_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

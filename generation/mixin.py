@@ -33,6 +33,7 @@ from .state import keeps_state
 from .stats import DecodingStats, EndRecorder, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
+from .threads import sleeping_beside_others
 from .verify import VerifyRule
 from .versions import CACHE, explained, is_checkpointing, rename_cache
 
@@ -132,6 +133,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             )
 
     @explained
+    @sleeping_beside_others()
     def _sample(
         self: Any,
         input_ids: torch.LongTensor,

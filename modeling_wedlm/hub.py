@@ -25,7 +25,7 @@ SHIPPED = (
     "generation/planner.py",
     "generation/request.py", "generation/rows.py", "generation/rules.py", "generation/sampling.py",
     "generation/settings.py", "generation/state.py", "generation/stats.py", "generation/step_times.py",
-    "generation/streaming.py", "generation/verify.py", "generation/versions.py",
+    "generation/streaming.py", "generation/threads.py", "generation/verify.py", "generation/versions.py",
     "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/dual_stream.py", "modeling_wedlm/modeling_wedlm.py",
 )  # fmt: skip
 

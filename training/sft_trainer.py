@@ -20,6 +20,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ..checkpoints.card import CARD_NAME, check_card, is_written_by_a_person, read_card
 from ..checkpoints.files import write_text
+from ..generation.threads import sleeping_beside_others
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
@@ -291,6 +292,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
                 write_text(file, text)
                 check_card(file.parent)
 
+    @sleeping_beside_others()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""
         self._log_time = time.perf_counter()

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from tiny import edit, stock_twin, tiny_model, tiny_tokenizer, write_checkpoint
+from tiny import VOCAB_SIZE, edit, stock_twin, tiny_model, tiny_tokenizer, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, convert, save_mask_adapter
@@ -95,8 +95,10 @@ def test_a_folder_without_its_files_or_with_pickled_weights_is_refused(checkpoin
         load_tokenizer(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     torch.save(tiny_model().state_dict(), checkpoint / "pytorch_model.bin")  # pickled weights are never read
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(OSError, match=r"has its weights as pytorch_model\.bin alone: .* so it is never read\."):
         load_model(checkpoint)
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(checkpoint)  # as the message says
+    assert load_model(checkpoint).config.vocab_size == VOCAB_SIZE
     (checkpoint / "config.json").unlink()
     for load in LOADERS:
         with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in '.*': it has no config\.json\."):

@@ -136,14 +136,21 @@ def test_what_wedlms_network_has_not_and_another_family_are_refused_and_told_why
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
+def architecture(config: Any) -> str:
+    """As gguf calls it."""
+    return config.model_type.removesuffix("_text")
+
+
 def gguf_tensor(model: Any, name: str, weight: torch.Tensor) -> tuple[str, np.ndarray]:
     """A weight under its GGUF name; llama.cpp keeps the halves of Llama's query and key heads interleaved."""
     config, (stem, _, suffix) = model.config, name.rpartition(".")
-    (kind,) = (kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == config.model_type)
+    (kind,) = (kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture(config))
     gguf_name = gguf.get_tensor_name_map(kind, config.num_hidden_layers).get_name(stem)
     if config.model_type == "llama" and gguf_name.endswith(("attn_q", "attn_k")):
         heads = weight.shape[0] // config.head_dim
         weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    if config.model_type.startswith("gemma") and gguf_name.endswith("norm"):
+        weight = weight + 1  # which the forward of transformers adds
     return f"{gguf_name}.{suffix}", weight.detach().squeeze().contiguous().numpy()  # of convolutions
 
 
@@ -153,7 +160,7 @@ def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -
     state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens += [f"<|unused{row}|>" for row in range(len(tokens), VOCAB_SIZE)]
-    writer, kv_heads = GGUFWriter(file, config.model_type), config.num_key_value_heads
+    writer, kv_heads = GGUFWriter(file, architecture(config)), config.num_key_value_heads
     if config.model_type == "lfm2":
         kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]] or ["a b"]
@@ -162,7 +169,7 @@ def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
         "head_count": config.num_attention_heads, "head_count_kv": kv_heads,
         "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
-        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
         "rope_dimension_count": config.hidden_size // config.num_attention_heads,
         "key_length": getattr(config, "head_dim", 8),
         "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "token_list": tokens, "token_merges": merges,
@@ -215,6 +222,37 @@ def test_a_gguf_file_becomes_the_stock_models_twin(tmp_path, kind, quantized):
         if not quantized:
             assert_equal_but_rounding(model(ids()).logits[..., kept], written(ids()).logits[..., kept])
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+# Families beyond those that become WeDLM models, with what their files state and our sizes do not.
+STOCK = {
+    "phi3": {"pad_token_id": 0},
+    "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 256},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 256},
+}
+
+
+@pytest.mark.parametrize("model_type", STOCK)
+@torch.no_grad()
+def test_a_gguf_file_of_any_family_that_transformers_reads_is_loaded_whole(tmp_path, model_type):
+    model = stock_model(model_type, tie_word_embeddings=model_type != "phi3", **STOCK[model_type])
+    stated = {f"{architecture(model.config)}.attention.sliding_window": model.config.sliding_window}
+    write_gguf(tmp_path / "tiny.gguf", model, **stated if model.config.sliding_window else {})
+    found = load_model(tmp_path / "tiny.gguf", dtype="float32")
+    assert type(found) is type(model)
+    assert_equal_but_rounding(found(ids()).logits, model(ids()).logits)
+    with pytest.raises(ValueError, match=f"Only checkpoints of the model types .* got '{model_type}'"):
+        convert(tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_file_that_lacks_a_weight_is_refused(tmp_path, monkeypatch):
+    model = stock_model(*KINDS["SmolLM2"][:1], **KINDS["SmolLM2"][1])
+    weights = dict(model.state_dict())
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    monkeypatch.setattr(model, "state_dict", lambda: weights)
+    write_gguf(tmp_path / "tiny.gguf", model)
+    with pytest.raises(ValueError, match=r"are not those of Llama.*: missing_keys \['model.layers.1.mlp.up_p"):
+        load_model(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.skipif(
@@ -278,6 +316,7 @@ def test_a_gguf_file_that_is_truncated_or_of_a_kind_that_transformers_cannot_rea
     ({"blk.0.attn_output.bias": np.ones(32, np.float32)}, r"blk\.0\.attn_output\.bias, which transformers"),
     ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type=yarn"),
     ({"llama.expert_count": 8}, r"llama\.expert_count=8"),
+    ({"llama.final_logit_softcapping": 30}, r"llama\.final_logit_softcapping=30"),
 ])  # fmt: skip
 def test_what_transformers_would_leave_out_of_a_gguf_file_is_refused(tmp_path, fields, message):
     file, _ = gguf_source(tmp_path, **fields)
