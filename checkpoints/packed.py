@@ -13,6 +13,7 @@ from torch import nn
 from .matrices import FORMATS, Matrix, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .matrices import multiply as multiply  # 16-bit matrices that belong to no layer
 from .matrices import pack_matrix as pack_matrix
+from .remembered import remembered
 
 logger = logging.getLogger(__name__)
 
@@ -384,7 +385,8 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
     Its own dtype, packed layers and bfloat16 are timed with some of its weights, for one row, as plain decoding has
     them, and for eight, as verified decoding has. Models that fit in a cache keep their own. bfloat16 rounds every row
     to 8 bits, so that the same text takes luck: it must be clearly faster. Four bits are tried where the weights were
-    read from a file of four bits. Returns one of [`PACKINGS`], or the dtype.
+    read from a file of four bits. The choice is remembered for layers of these sizes (see [`remembered`]). Returns one
+    of [`PACKINGS`], or the dtype.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     own = layers[0].weight.dtype if layers else torch.float32
@@ -394,10 +396,9 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
     if not layers:
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
-    seconds = in_one_thread(lambda: _seconds(_formats(sample, with_packed)))
-    choice = min(seconds, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
-    listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
-    logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
+    names = {str(name): name for name in _candidates(sample, with_packed)}
+    key = [*names, [[layer.out_features, layer.in_features] for layer in sample]]
+    choice = names[remembered("formats", key, set(names), lambda: str(_fastest(sample, list(names.values()))))]
     if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed
         pack(model, PACKINGS[choice])
@@ -422,16 +423,28 @@ def faster_dtype(device: torch.device) -> str:
     return min(seconds, key=lambda name: seconds[name])
 
 
-def _formats(sample: list[nn.Linear], with_packed: bool) -> dict[str | torch.dtype, Sequence[nn.Module]]:
-    """The layers in each format that can be chosen."""
-    formats: dict[str | torch.dtype, Sequence[nn.Module]] = {sample[0].weight.dtype: sample}
-    if with_packed:
-        formats[PACKED] = [PackedLinear(layer) for layer in sample]
-        if all(has_levels(layer.weight) for layer in sample):
-            formats[FOUR_BITS] = [PackedLinear(layer, product=Product([layer.weight], 4)) for layer in sample]
-    if torch.bfloat16 not in formats:
-        formats[torch.bfloat16] = [deepcopy(layer).to(torch.bfloat16) for layer in sample]
-    return formats
+def _fastest(sample: list[nn.Linear], names: Sequence[str | torch.dtype]) -> str | torch.dtype:
+    """The format in which these layers take the least time."""
+    seconds = in_one_thread(lambda: _seconds({name: _in_format(sample, name) for name in names}))
+    choice = min(names, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
+    listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
+    logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
+    return choice
+
+
+def _candidates(sample: list[nn.Linear], with_packed: bool) -> list[str | torch.dtype]:
+    """The formats that can be chosen, the layers' own first."""
+    packings = [PACKED] if with_packed else []
+    if with_packed and all(has_levels(layer.weight) for layer in sample):
+        packings.append(FOUR_BITS)
+    return list(dict.fromkeys([sample[0].weight.dtype, *packings, torch.bfloat16]))
+
+
+def _in_format(sample: list[nn.Linear], name: str | torch.dtype) -> Sequence[nn.Module]:
+    """The layers in a format."""
+    if isinstance(name, str):
+        return [PackedLinear(layer, product=Product([layer.weight], PACKINGS[name])) for layer in sample]
+    return sample if name == sample[0].weight.dtype else [deepcopy(layer).to(name) for layer in sample]
 
 
 @torch.no_grad()

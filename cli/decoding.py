@@ -19,6 +19,7 @@ from .options import (
     ModelOption,
     PromptOptions,
     has_no_chat_template,
+    loading_shown,
 )
 
 if TYPE_CHECKING:
@@ -89,10 +90,12 @@ def _asked(
     prompts: PromptOptions, decoding: DecodingOptions, loading: LoadingOptions, model: str | None, compare: bool
 ) -> tuple[Any, Any, "AnswerRequest"]:
     """The model, its tokenizer, and the request."""
-    keywords, texts = decoding.keywords(), prompts.read()
-    from ..eval.request import AnswerRequest
+    texts = prompts.read()
+    with loading_shown(model):
+        keywords = decoding.keywords()
+        from ..eval.request import AnswerRequest
 
-    loaded, tokenizer = loading.load(model)
+        loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
     return loaded, tokenizer, AnswerRequest(texts, keywords, compare, raw, decoding.seed)
 
@@ -154,7 +157,8 @@ def serve(
     from ..serving.server import build_app, run
 
     with listen(host, port) as (listening, address):  # refused here, before any weights are read
-        loaded, tokenizer = loading.load(checkpoint)
+        with loading_shown(checkpoint):
+            loaded, tokenizer = loading.load(checkpoint)
         import torch
 
         torch.manual_seed(decoding.seed)

@@ -4,7 +4,8 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 from typer.models import ArgumentInfo, OptionInfo
 
 from ..checkpoints import NANO
@@ -61,6 +64,16 @@ class PromptOptions:
             if text.strip() or not is_piped:
                 given += [row.prompt for row in read_rows(name, text)]
         return given or list(DEMO_PROMPTS)
+
+
+@contextmanager
+def loading_shown(checkpoint: str | None) -> Iterator[None]:
+    """Says on a terminal that a model is loaded, from the first moment on: importing torch takes seconds, and so does
+    finding the format that this machine multiplies fastest, once."""
+    name = NANO.name if checkpoint is None else checkpoint
+    said = f"Loading {escape(name)} (once for each model, this machine's fastest format is looked for)"
+    with Console(stderr=True).status(said):
+        yield
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
 """`--set NAME=VALUE`: keywords of `generate` on the command line; those that commands cannot honour are refused."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _BEAMS = "answers stream, and beams have none to stream"
@@ -55,56 +55,6 @@ _OF_LOOKUP = (
 )  # fmt: skip
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
-
-
-def _is_biased(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _are_ids(value[0]) and _is_number(value[1])
-
-
-# What is asked of a value: names, and the check.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "a number": (
-        "min_length min_new_tokens max_time max_cache_len temperature top_k top_p min_p top_h typical_p "
-        "epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
-        "encoder_no_repeat_ngram_size guidance_scale prompt_lookup_num_tokens prefill_chunk_size "
-        "assistant_early_exit num_assistant_tokens assistant_confidence_threshold assistant_lookbehind "
-        "target_lookbehind max_matching_ngram_size",
-        _is_number,
-    ),
-    "true or false": (
-        "do_sample use_cache renormalize_logits remove_invalid_values disable_compile",
-        lambda value: isinstance(value, bool),
-    ),
-    "a token": ("bos_token_id pad_token_id forced_bos_token_id", _is_id),
-    "a token or a JSON list of tokens": (
-        "eos_token_id forced_eos_token_id", lambda value: _is_id(value) or _are_ids(value)
-    ),
-    "a JSON list of tokens": ("suppress_tokens begin_suppress_tokens", _are_ids),
-    "a JSON list of lists of tokens": (
-        "bad_words_ids", lambda value: isinstance(value, list) and all(map(_are_ids, value))
-    ),
-    "a JSON list [tokens, factor]": (
-        "exponential_decay_length_penalty",
-        lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
-    ),
-    "a JSON list of pairs [tokens, bias]": (
-        "sequence_bias",
-        lambda value: isinstance(value, list) and all(map(_is_biased, value)),
-    ),
-}  # fmt: skip
-_KIND_OF = {name: (kind, check) for kind, (names, check) in _KINDS.items() for name in names.split()}
-
-
 def parse_settings(given: list[str] | None) -> dict[str, Any]:
     """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text. Raises `ValueError` for another
     form, for a name that is no setting of `generate`, and for what commands cannot honour."""
@@ -155,7 +105,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]:
     """The settings as `generate` takes them. Raises `ValueError` for those that this strategy does not honour, and for
-    values of another kind."""
+    values that transformers refuses."""
     from ..generation.mixin import REFUSED_OPTIONS
 
     drafts = {"prompt_lookup_num_tokens": (None,), "assistant_early_exit": (None,)}  # with a loop of their own
@@ -165,22 +115,20 @@ def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]
     unread = [name for name in _OF_LOOKUP if settings.get(name) is not None]
     if unread and settings.get("prompt_lookup_num_tokens") is None:
         raise ValueError(f"`--set {unread[0]}=…` needs `--set prompt_lookup_num_tokens=…`, too.")
-    return {name: _of_its_kind(name, value) for name, value in settings.items()}
+    from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
+    from ..generation.settings import SETTING_NAMES
 
-def _of_its_kind(name: str, value: Any) -> Any:
-    """Raises `ValueError` for what cannot be the value of this setting."""
-    from transformers import CompileConfig, WatermarkingConfig
-
-    made = {"compile_config": CompileConfig, "watermarking_config": WatermarkingConfig}
-    if value is None:
-        return None
-    kind, is_one = _KIND_OF.get(name, ("", None))
-    if is_one is not None and not is_one(value):
-        raise ValueError(f"`--set {name}=…` takes {kind}, got {value!r}.")
-    if name not in made:
-        return value
-    try:
-        return made[name](**value)
-    except TypeError as error:
-        raise ValueError(f"`--set {name}=…` takes a JSON object: {error}.") from None
+    found = dict(settings)
+    for name, made in (("compile_config", CompileConfig), ("watermarking_config", WatermarkingConfig)):
+        if found.get(name) is not None:
+            try:
+                found[name] = made(**found[name])
+            except TypeError as error:
+                raise ValueError(f"`--set {name}=…` takes a JSON object: {error}.") from None
+    theirs = {name: value for name, value in found.items() if name not in SETTING_NAMES}
+    try:  # whether the checkpoint itself samples is known once it is loaded
+        GenerationConfig(**{"do_sample": True} | theirs).validate(strict=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`--set`: {' '.join(str(error).split())}") from None
+    return found

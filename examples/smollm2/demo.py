@@ -10,13 +10,12 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
-
-from wedlm_hf import load_mask_adapter  # isort: skip  # before torch, so that its threads wait without spinning
-import torch
 from smollm2 import FOLDER, fetch
 
+from wedlm_hf import load_mask_adapter
 from wedlm_hf.checkpoints.loading import (
     load_model,
     load_tokenizer,

@@ -214,7 +214,7 @@ def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_t
     assert own in (1, threads)  # 1 where torch's threads are OpenMP's
 
 
-def test_the_fastest_dtype_is_measured(monkeypatch, caplog):
+def test_the_fastest_dtype_is_measured_once_on_a_machine(monkeypatch, caplog, tmp_path):
     asked = []
     monkeypatch.setattr(packed, "_seconds", lambda formats: asked.append(list(formats)) or times)
     small = stock_model(dtype=torch.bfloat16)  # it fits in a cache, and keeps its own dtype
@@ -224,8 +224,10 @@ def test_the_fastest_dtype_is_measured(monkeypatch, caplog):
         (2.0, 1.0, 0.9, "packed"), (2.0, 1.0, 0.7, torch.bfloat16), (1.0, 1.1, 0.9, torch.float32),
     ):  # fmt: skip
         times, model = {torch.float32: plain, "packed": fast, torch.bfloat16: half}, stock_model()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(chosen)))
         with caplog.at_level(logging.INFO):
             assert use_fastest(model) == chosen
+        assert use_fastest(stock_model()) == chosen and len(asked) == 1  # the next process does as this one
         assert set(asked.pop()) == set(times) and f"Linear layers are {chosen}" in caplog.text
         assert is_packed(model) == (chosen == "packed")
         assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
