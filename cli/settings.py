@@ -129,6 +129,8 @@ def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]
     theirs = {name: value for name, value in found.items() if name not in SETTING_NAMES}
     try:  # whether the checkpoint itself samples is known once it is loaded
         GenerationConfig(**{"do_sample": True} | theirs).validate(strict=True)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
+        raise ValueError(f"`--set`: a value is of another kind than transformers takes, {error}: {theirs}.") from None
+    except ValueError as error:
         raise ValueError(f"`--set`: {' '.join(str(error).split())}") from None
     return found
