@@ -88,6 +88,15 @@ class MaskAdapterSettings:
         object.__setattr__(self, "layers_to_transform", tuple(sorted(layers)))
 
 
+def find_adapter(name: str | os.PathLike[str], **download_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The adapter_config.json of a folder or Hub id, and what else finds its files. Raises `OSError` for one that is
+    missing or damaged."""
+    where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
+    # Found here, or transformers would try for long.
+    found = find_checkpoint(name, file=ADAPTER_FILE, **where) | download_options
+    return read_adapter_config(name, **found), found
+
+
 @dataclass(frozen=True)
 class StoredMaskAdapter:
     """A mask adapter as it lies in a folder or on the Hub."""
@@ -104,12 +113,16 @@ class StoredMaskAdapter:
             OSError: for missing or damaged files.
             ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
-        where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
-        # Found here, or transformers would try for long.
-        found = find_checkpoint(name, file=ADAPTER_FILE, **where) | download_options
-        config = read_adapter_config(name, **found)
+        config, found = find_adapter(name, **download_options)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
+        return cls.of(name, config, found)
+
+    @classmethod
+    def of(
+        cls, name: str | os.PathLike[str], config: Mapping[str, Any], found: Mapping[str, Any]
+    ) -> "StoredMaskAdapter":
+        """As [`read`], of what [`find_adapter`] found."""
         check_format(config)
         settings, base = _settings_of(config), config.get("base")
         try:
@@ -137,6 +150,16 @@ class StoredMaskAdapter:
                 f"{settings.head_width}, `root_width` {settings.root_width}."
             )
         return cls(settings, base if isinstance(base, dict) else {}, weights)
+
+    def draft_rows(self, model: Any, mask_token_id: int | None, noise: str | None) -> None:
+        """Nothing: draft rows are masks, whose embedding the adapter has. Raises `ValueError` for settings of others'
+        draft rows."""
+        if mask_token_id is not None or noise is not None:
+            raise ValueError("`mask_token_id` and `noise` are for adapters of Uno; this one embeds its masks.")
+
+    def check_base(self, model: Any, *, any_base: bool) -> None:
+        """Raises `ValueError` unless the model is the adapter's base, see [`check_base`]."""
+        check_base(model, self.base, any_base=any_base)
 
     def write(self, folder: str | os.PathLike[str], base_name: str | None) -> None:
         """Writes the files, which PEFT reads too, each whole or not at all; `base_name` is a folder or Hub id."""

@@ -19,7 +19,8 @@ from ..generation.rows import Row
 from ..generation.state import keeps_state, short_chunks
 from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
-from .attach import decode_step, evaluating, is_close
+from .layers import evaluating
+from .probe import decode_step, is_close
 from .states import StateMemory
 
 MASK_RUNS = "wedlm_mask_runs"  # the attention function of this module
@@ -141,6 +142,7 @@ class MaskDistillation(nn.Module):
 
     def __init__(self, model: Any, num_masks: int | None = None, top_tokens: int = 16, sampled_tokens: int = 2048):
         super().__init__()
+        model.mask_adapter.check_own()
         self.model: Any = model
         self.config = model.config
         self._text: Any = model.config.get_text_config(decoder=True)

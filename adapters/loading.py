@@ -1,5 +1,6 @@
 """Loading a model with what adapters add to it."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from ..modeling_wedlm.convert import require_wedlm
 from . import load_mask_adapter
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 
+logger = logging.getLogger(__name__)
+
+UNO = "uno:"  # before the name of an Uno adapter, whose files are those of any LoRA
+_USUAL_SCALE = 8.0  # of a LoRA on all rows, at most: that of Uno's is 16
+
 
 @parsed_once()
 def load_adapted(
@@ -39,7 +45,8 @@ def load_adapted(
 
     Args:
         source: folder or Hub id of a checkpoint, or folder of an adapter, whose base is loaded with it.
-        adapter: folder or Hub id of a LoRA or of a mask adapter.
+        adapter: folder or Hub id of a LoRA or of a mask adapter; `uno:` before it for one of Uno, whose files do not
+            tell it from a LoRA.
         dtype: as [`load_model`] takes it; weights are packed after a LoRA is merged.
         device: where the model is put.
 
@@ -48,25 +55,53 @@ def load_adapted(
         OSError: for what is missing or damaged.
         ValueError: likewise, and for an adapter that does not fit the model.
     """
+    name, uno = os.fspath(adapter or ""), None
+    if name.startswith(UNO):
+        adapter, uno = None, _find_uno(name.removeprefix(UNO))
     source, adapters = _base_and_adapters(source, adapter)
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
     is_late = bool(loras) and dtype in (*PACKINGS, FASTEST)
-    if not masks:  # a model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model
+    # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
+    if not masks and uno is None:
         require_wedlm(source)
     model = load_model(source, dtype="auto" if is_late else dtype, device=device)
     for each in loras:
+        _warn_of_uno(each)
         model = merge_adapter(model, each)
         if hasattr(model.config, "masks_trained"):  # WeDLM's own
             model.config.masks_trained = True
     if is_late:
         set_format(model, dtype, device)
-    for each in masks:
-        load_mask_adapter(model, each)
+    for each, where in [*((each, {}) for each in masks), *([] if uno is None else [uno])]:
+        load_mask_adapter(model, each, **where)
         if getattr(model.generation_config, "verification", None) is None:
             model.generation_config.verification = "exact"
     own = [each for each in adapters if any(Path(each, name).is_file() for name in TOKENIZER_FILES)]
     return model, load_tokenizer([source, *own][-1])
+
+
+def _warn_of_uno(adapter: str | os.PathLike[str]) -> None:
+    config = read_adapter_config(adapter)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, int) and isinstance(alpha, int | float) and alpha > _USUAL_SCALE * rank:
+        logger.warning(
+            "%s has an unusual scale, %g, and is merged into the weights. If it is one of Uno, which acts on draft "
+            "rows alone, name it `%s%s`.", adapter, alpha / rank, UNO, adapter,
+        )  # fmt: skip
+
+
+def _find_uno(name: str) -> tuple[str, dict[str, str]]:
+    """Folder or Hub id of an Uno adapter, and where in it: a bundle has the base at the root and the adapter in
+    `adapter`. Raises `OSError` or `ValueError` where there is none."""
+    for subfolder in ("", "adapter"):
+        try:
+            found = find_checkpoint(name, file=ADAPTER_FILE, subfolder=subfolder)
+            if find_file(name, ADAPTER_FILE, is_needed=False, **found) is not None:
+                return name, {"subfolder": subfolder} if subfolder else {}
+        except OSError as error:
+            missing = error
+    raise missing
 
 
 def _base_and_adapters(

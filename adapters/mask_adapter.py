@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.packed import multiply, pack_matrix
+from ..generation.rows import MaskRun
 from .adapter_files import MOST_FREQUENT, MaskAdapterSettings
 
 Pair = tuple[Any, Any]
@@ -39,7 +40,8 @@ class Slots:
 
     count: int  # M; the last M physical rows of the forward may be slots
     mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
-    embedding: torch.Tensor  # (H,), of every slot
+    embedding: torch.Tensor | None  # (H,), of every slot; None where slots hold tokens
+    size: int  # H
     matrices: Matrices
     # Set by the forward: what the head read of slots and of other rows, (B, T, H), or (B, T, 2H) with inner states
     # behind; and the inner states of all rows, (B, Q, H), where a root head reads them.
@@ -50,7 +52,7 @@ class Slots:
     def hidden(self) -> torch.Tensor:
         """`(B, M, H)`, last hidden states of the last M rows."""
         assert self.states is not None
-        return self.states[:, max(0, self.states.shape[1] - self.count) :, : len(self.embedding)]
+        return self.states[:, max(0, self.states.shape[1] - self.count) :, : self.size]
 
     def with_inner(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden states of the last T rows, `(B, T, H)`, with their inner states behind, if there are any."""
@@ -106,6 +108,8 @@ class EmbedSlots:
             return None
         if slots.count > output.shape[1]:
             raise ValueError(f"There are more slots, {slots.count}, than rows in the input, {output.shape[1]}.")
+        if slots.embedding is None:
+            return None
         embedding = slots.embedding.to(output.dtype)
         real, last = output.split([output.shape[1] - slots.count, slots.count], dim=1)
         last = embedding.expand_as(last) if slots.mask is None else torch.where(slots.mask, embedding, last)
@@ -137,6 +141,7 @@ class CatchInner:
             _UNDER_WAY.slots.inner = states[0] if states.ndim == 4 else states  # of Gemma 3n's streams the first
 
 
+FOREIGN = "An adapter of Uno is read as it is: it is not trained here, extended or saved."
 HOOKS = (Update, EmbedSlots, CatchSlots, CatchInner)
 
 
@@ -221,31 +226,40 @@ class MaskAdapter(nn.Module):
         settings: its shape; `target_modules` and `root_layer` are known.
         sizes: of each target, the number of layers that have it, and rows and columns of its weights: `(layers, out,
             in)`.
-        mask_embedding: `(H,)`, what the slots' embedding begins with.
+        hidden_size: H.
+        mask_embedding: `(H,)`, what the slots' embedding begins with; `None` where slots hold tokens.
+        run: what draft rows are: how they stand behind a row, and what they hold.
     """
 
     def __init__(
         self,
         settings: MaskAdapterSettings,
         sizes: Sequence[tuple[int, int, int]],
-        mask_embedding: torch.Tensor,
+        hidden_size: int,
+        mask_embedding: torch.Tensor | None,
+        run: MaskRun,
     ):
         super().__init__()
-        self.settings, self.is_enabled = settings, True
+        self.settings, self.is_enabled, self.hidden_size, self.run = settings, True, hidden_size, run
         self.frozen: set[str] = set()  # parameters of the base that trained before
         self.peft_config: Any = None  # PEFT's copy of the settings, where PEFT made the adapter
-        self.mask_embedding = nn.Parameter(mask_embedding.detach().float().clone())
+        known = None if mask_embedding is None else nn.Parameter(mask_embedding.detach().float().clone())
+        self.register_parameter("mask_embedding", known)
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         for target, (layers, rows, columns) in zip(settings.target_modules, sizes, strict=True):
             key = target.replace(".", "/")  # parameters cannot have a dot in their name
             self.down[key] = nn.Parameter(torch.randn(layers, settings.rank, columns) / columns**0.5)
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
-        size, width, root = len(mask_embedding), settings.head_width, (settings.root_width, bool(settings.root_layer))
-        self.head = PreviousTokenHead(size, width) if width else None
-        self.root_head = RootHead(size, *root) if settings.root_width else None
+        width, root = settings.head_width, (settings.root_width, bool(settings.root_layer))
+        self.head = PreviousTokenHead(hidden_size, width) if width else None
+        self.root_head = RootHead(hidden_size, *root) if settings.root_width else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.frequent: tuple[Any, Any] | None = None  # what drafts without masks are among, see `attach.py`
-        self.to(mask_embedding.device)
+
+    def check_own(self) -> None:
+        """Raises `ValueError` for an adapter of another library's format, which is read and no more."""
+        if self.mask_embedding is None:
+            raise ValueError(FOREIGN)
 
     def restate(self, **changes: Any) -> None:
         """Changes settings."""
@@ -272,7 +286,7 @@ class MaskAdapter(nn.Module):
             yield None
             return
         count, mask = (slots.shape[1], slots[..., None]) if isinstance(slots, torch.Tensor) else (slots or 0, None)
-        found = Slots(count, mask, self.mask_embedding, self.matrices(dtype, is_packed))
+        found = Slots(count, mask, self.mask_embedding, self.hidden_size, self.matrices(dtype, is_packed))
         try:
             _UNDER_WAY.slots = found
             yield found

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from ..generation.versions import check_format
 from ..training import peft_targets as peft_targets
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base, without_ngrams
-from .attach import attach, attached_in, check_attachable, train_alone, unload_mask_adapter
+from .attach import attach, attached_in, train_alone, unload_mask_adapter
+from .probe import check_attachable
 
 
 class MaskAdapterPeftType(str, Enum):  # noqa: UP042  # as PEFT has its own

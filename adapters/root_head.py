@@ -161,7 +161,7 @@ def _split(
     answers = [answers[place] for place in order]
     held_out = max(1, min(HELD_OUT, len(answers) // 10))
     adapter = distillation.model.mask_adapter
-    numbers = len(adapter.mask_embedding) * (1 + bool(adapter.settings.root_layer))  # of a row's states
+    numbers = adapter.hidden_size * (1 + bool(adapter.settings.root_layer))  # of a row's states
     room = MOST_BYTES / (distillation.model.dtype.itemsize * numbers)
     fitting = sum(rows <= room for rows in accumulate(len(answer["response_ids"]) for answer in answers))
     return answers[held_out : max(held_out + 1, fitting)] or answers, answers[:held_out]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .lookup import TextLookup
-from .rows import ADAPTER_MASKS, CERTAIN, MOST_DRAFTS, OWN_MASKS, MaskRun, SequenceState, Tree
+from .rows import CERTAIN, MOST_DRAFTS, OWN_MASKS, MaskRun, SequenceState, Tree
 from .sampling import SHORTLIST, TokenSampler
 
 # Where drafts branch: likeliest tokens of a position that become drafts, and likeliest paths that are followed.
@@ -296,7 +296,7 @@ def make_drafter(model: Any, sampler: TokenSampler, end_tokens: frozenset[int], 
     sources: list[Source] = []
     run, root_hidden = OWN_MASKS, None
     if model.has_mask_adapter:
-        run, root_hidden = ADAPTER_MASKS, model.root_hidden if model.drafts_from_root else None
+        run, root_hidden = model.mask_run, model.root_hidden if model.drafts_from_root else None
         sources.append(AdapterMasks(sampler, model, children, PATHS if has_branches else 1))
         if has_branches and root_hidden is not None and (shortlist := model.root_shortlist()) is not None:
             sources.append(RootState(sampler, model.config, *shortlist, children))

@@ -18,7 +18,7 @@ for what the cache holds already).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -37,14 +37,28 @@ class Row(NamedTuple):
     parent: int  # the row that it stands behind, by its place among the sequence's rows; -1: what the cache holds
     chance: float | None = None  # a draft's, by its drafter; `None` for those from the text
     is_sibling: bool = False  # another token was drafted behind the same parent before
+    fill: int | None = None  # the token that a mask holds; `None`: any
 
 
-class MaskRun(NamedTuple):
+@dataclass(frozen=True)
+class MaskRun:
     """How masks stand behind a row, at positions that follow each other. The row chooses the token behind it, so what
     they draft begins at the token behind that one."""
 
     first: int  # the position of the first one, counted from the row
     skipped: int  # how many of the first ones draft nothing
+
+    holds_tokens: ClassVar[bool] = False  # they are read by their tokens; otherwise by an embedding of masks
+
+    def fill(self, prompt: Sequence[int], text: Sequence[int], place: int) -> int:
+        """The token of a mask where they hold tokens.
+
+        Args:
+            prompt: its tokens.
+            text: from the first token of the prompt to the row that the masks stand behind.
+            place: the mask's, counted from the first one behind that row.
+        """
+        raise NotImplementedError
 
 
 # Of a mask adapter, and of a WeDLM model, where they stand as in training: right behind the text.
@@ -270,11 +284,16 @@ def _columns(sequence: SequenceState, size: int, first: int, filler: int) -> lis
     padding, end = size - len(sequence.rows), sequence.committed + len(sequence.rows)
     parents = [*range(padding), *(padding + row.parent if row.parent >= 0 else -1 for row in sequence.rows)]
     return [
-        [filler] * padding + [filler if row.token is None else row.token for row in sequence.rows],
+        [filler] * padding + [_token(row, filler) for row in sequence.rows],
         [0] * padding + [row.position for row in sequence.rows],  # rotary embeddings may depend on the largest
         [*range(end, end + padding), *range(sequence.committed, end)],
         [(parent if parent >= first else column) - first for column, parent in enumerate(parents)],
     ]
+
+
+def _token(row: Row, filler: int) -> int:
+    known = row.fill if row.token is None else row.token
+    return filler if known is None else known
 
 
 def lines(parents: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,15 @@ class VerifyRule:
             if row.parent in places and not (row.parent >= 0 and planned[row.parent].token in self.drafter.end_tokens):
                 places[place] = len(pending)
                 pending.append(row._replace(position=last + row.position, parent=places[row.parent]))
-        return Tree(pending)
+        rows, run = Tree(pending), self.drafter.run
+        if not run.holds_tokens:
+            return rows
+        prompt, known, fills = sequence.tokens[: sequence.prompt_length], sequence.tokens[: sequence.committed], {}
+        for home, row in enumerate(rows):
+            if row.token is not None and (masks := rows.masks(home)):
+                text = [*known, *rows.tokens(home)]
+                fills |= {place: run.fill(prompt, text, number) for number, place in enumerate(masks)}
+        return Tree(row._replace(fill=fills.get(place)) for place, row in enumerate(rows))
 
     # --- the choices at them -----------------------------------------------------------------------------------------
 

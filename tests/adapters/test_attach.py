@@ -26,7 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters.adapter_files import base_of, check_base
-from wedlm_hf.adapters.attach import decoder_layers, is_close
+from wedlm_hf.adapters.layers import decoder_layers
+from wedlm_hf.adapters.probe import is_close
 from wedlm_hf.checkpoints import find
 from wedlm_hf.generation.versions import CACHE, cache_of
 
