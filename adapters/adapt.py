@@ -257,7 +257,8 @@ class _Run:
         config, model = self.config, self.load(self.state.dtype)
         torch.manual_seed(config.seed)
         if config.start is not None:
-            load_mask_adapter(model, config.start, is_trainable=True)
+            # Trained further on this model's answers, it is this model's, whichever it was begun for.
+            load_mask_adapter(model, config.start, any_base=True, is_trainable=True)
         else:
             shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}

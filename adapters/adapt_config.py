@@ -19,7 +19,8 @@ class AdaptConfig:
         tokens: budget in tokens of answers; training then takes three mask rows for each of them.
         prompts: prompts, one a line, or .jsonl with `prompt` or `messages`; default: the model writes its own.
         answers: file of the model's own answers, such as work/answers.jsonl of another run: no others are written.
-        start: folder or Hub id of a mask adapter to train further; default: a new one.
+        start: folder or Hub id of a mask adapter to train further, such as that of the model that this one is a
+            fine-tune of; default: a new one.
         revision: branch, tag or commit of a Hub id.
         gguf_file: name of a GGUF file in that folder or Hub id.
         rank: of a new adapter's updates; default: 64.

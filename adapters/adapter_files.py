@@ -286,13 +286,20 @@ def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -
 
 
 def compare_bases(own: Mapping[str, Any], base: Mapping[str, Any], *, any_base: bool = False) -> None:
-    """Raises `ValueError` unless a base (see [`base_of`]) is the one that an adapter states."""
+    """Raises `ValueError` unless a base (see [`base_of`]) is the one that an adapter states. This is the rule:
+
+    - A model of other sizes is refused, always: the adapter's matrices do not fit.
+    - The base is taken, in whatever dtype or quantization, with a LoRA beside its weights or merged into them.
+    - A model of the same sizes whose other weights changed, a fine-tune of all of them, say, is taken as `any_base`
+      alone: text is its own whatever adapter is on it, but of an unrelated model few drafts would be right.
+    """
     stated = {name: base[name] for name in BASE_FIELDS if None not in (base.get(name), own.get(name))}
     if sizes := [f"{name}: {value!r}, not {own[name]!r}" for name, value in stated.items() if value != own[name]]:
         raise ValueError(f"The mask adapter belongs to another base than this model ({', '.join(sizes)}).")
     is_known = "weights" in own and "weights" in base
     if is_known and own["weights"] != base["weights"] and not any_base and not _is_rounded(own, base):
         raise ValueError(
-            "The mask adapter was trained for another model of this shape: the weights differ. Load it into its own "
-            "base, or pass `any_base=True` to `load_mask_adapter` where this is a fine-tuned version of it."
+            "The mask adapter was trained for another model of this shape: the weights differ. If this model is a "
+            "fine-tune of that one, keep the adapter: pass `any_base=True` to `load_mask_adapter`, or `--any-base` to "
+            "commands. The text stays the model's own. Otherwise load it into its own base."
         )

@@ -197,8 +197,8 @@ def load_mask_adapter(
     Args:
         model: a causal language model of transformers, as it was loaded; it stays the same object.
         name: folder or Hub id of the adapter.
-        any_base: take it also where the model's weights are not those that it was trained for (a fine-tuned base,
-            say): answers are still the model's own, but fewer drafts may be accepted.
+        any_base: take it also where the model's weights are not those that it was trained for, as those of a
+            fine-tune: see [`compare_bases`].
         is_trainable: keep the adapter in float32, to be trained further, and freeze everything else.
         mask_token_id, noise: of an Uno adapter, see [`NoiseRun`]; default: the mask token that the model's config
             names, or else a tokenizer of the adapter or the model.

@@ -37,6 +37,7 @@ def load_adapted(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    any_base: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model and its tokenizer, where one of the names may be that of an adapter.
 
@@ -49,6 +50,7 @@ def load_adapted(
             tell it from a LoRA.
         dtype: as [`load_model`] takes it; weights are packed after a LoRA is merged.
         device: where the model is put.
+        any_base: of a mask adapter, see [`compare_bases`].
 
     Raises:
         ImportError: for a LoRA where PEFT is not installed.
@@ -61,6 +63,8 @@ def load_adapted(
     source, adapters = _base_and_adapters(source, adapter)
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
+    if any_base and not masks:
+        raise ValueError("`any_base` is about the base of a mask adapter, and there is none.")
     is_late = bool(loras) and dtype in (*PACKINGS, FASTEST)
     # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
     if not masks and uno is None:
@@ -74,7 +78,7 @@ def load_adapted(
     if is_late:
         set_format(model, dtype, device)
     for each, where in [*((each, {}) for each in masks), *([] if uno is None else [uno])]:
-        load_mask_adapter(model, each, **where)
+        load_mask_adapter(model, each, any_base=any_base, **where)
         if getattr(model.generation_config, "verification", None) is None:
             model.generation_config.verification = "exact"
     own = [each for each in adapters if any(Path(each, name).is_file() for name in TOKENIZER_FILES)]

@@ -85,7 +85,8 @@ class LoadingOptions:
     """Model and machine.
 
     Attributes:
-        adapter: mask adapter or LoRA for the model: folder or Hub id.
+        adapter: mask adapter or LoRA for the model: folder or Hub id; uno:NAME for a mask adapter of Uno.
+        any_base: take a mask adapter also where the model is a fine-tune of the adapter's base.
         dtype: of the weights: fastest (on this CPU; elsewhere auto), packed (16-bit weights on a CPU), 8bit, 4bit (on
             a CPU), auto (the checkpoint's), float32, bfloat16 or float16.
         device: such as cpu or cuda; default: cuda if there is one.
@@ -96,6 +97,7 @@ class LoadingOptions:
     """
 
     adapter: str | None = None
+    any_base: bool = False
     dtype: Literal["fastest", "packed", "8bit", "4bit", "auto", "float32", "bfloat16", "float16"] = "fastest"
     device: str | None = None
     threads: int | None = None
@@ -123,7 +125,7 @@ class LoadingOptions:
         if device.startswith("cpu"):  # each kernel that is missing needs a GPU
             logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
         source = str(NANO) if checkpoint is None else checkpoint
-        model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device)
+        model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device, any_base=own.any_base)
         if own.threads is None:
             torch.set_num_threads(default_threads(model))
         return model.eval(), tokenizer

@@ -122,7 +122,7 @@ def models(tmp_path_factory) -> Path:
     folder, twin = tmp_path_factory.mktemp("models"), tiny_model("qwen2.5")
     for name, model in {
         "Qwen/Qwen3-0.6B": stock_twin(tiny_model()), REAL_ID: stock_twin(twin), "tencent/WeDLM-8B-Instruct": twin,
-        "my-model": twin,
+        "my-model": twin, "my-fine-tune": tiny_model("qwen2.5", seed=1),
     }.items():  # fmt: skip
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
@@ -143,7 +143,8 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     for name in ("README.md", CARD, "docs/measure.md", *folders):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, tmp_path / name)
-    for name in ("Qwen", "HuggingFaceTB", "tencent", "my-task-lora", "my-model", "my-adapter", "my-wedlm", "my-chat"):
+    own = [f"my-{name}" for name in ("task-lora", "model", "fine-tune", "adapter", "wedlm", "chat")]
+    for name in ("Qwen", "HuggingFaceTB", "tencent", *own):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
             shutil.copytree(NANO if name == "my-chat" else models / name, tmp_path / name)
     (chat,) = blocks("README.md", "json")
