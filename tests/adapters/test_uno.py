@@ -9,10 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import EOS, PAD, VOCAB_SIZE, randomize, tiny_tokenizer
+from tiny import EOS, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer, write_checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from wedlm_hf import load_mask_adapter, save_mask_adapter, unload_mask_adapter
+from wedlm_hf import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
+from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.attach import add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.loading import load_adapted
@@ -315,3 +316,35 @@ def test_commands_take_it_by_a_name_of_its_own(tmp_path):
         found, _ = load_adapted(tmp_path / "base", f"uno:{tmp_path / name}")
         assert found.generation_config.verification == "exact"
         assert new_tokens(found, PROMPTS[:1], do_sample=False, **VERIFIED) == expected
+
+
+def test_its_settings_are_refused_for_an_adapter_of_ours_and_a_merged_one_is_warned_of(tmp_path, caplog):
+    model = build()
+    add_mask_adapter(model, MaskAdapterSettings(rank=2, head_width=0))
+    save_mask_adapter(model, tmp_path / "ours")
+    for how in ({"mask_token_id": 5}, {"noise": "mask"}):
+        with pytest.raises(ValueError, match="`mask_token_id` and `noise` are for adapters of Uno; this one"):
+            load_mask_adapter(build(), tmp_path / "ours", **how)
+    base = tmp_path / "base"
+    write_checkpoint(base, tiny_model())
+    lora = get_peft_model(
+        tiny_model(), LoraConfig(r=2, lora_alpha=40, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    lora.save_pretrained(tmp_path / "lora")
+    load_adapted(base, tmp_path / "lora")
+    assert "has an unusual scale, 20, and is merged into the weights. If it is one of Uno" in caplog.text
+    with pytest.raises(ValueError, match="`any_base` is about the base of a mask adapter, and there is none"):
+        load_adapted(base, tmp_path / "lora", any_base=True)
+    tuned = tmp_path / "tuned"
+    other = build()
+    other.model.norm.weight.data += 1
+    other.save_pretrained(tuned)
+    tiny_tokenizer().save_pretrained(tuned)
+    with pytest.raises(
+        ValueError, match=r"fine-tune of that one, keep the adapter: pass `any_base=True` to .*`--any-base`"
+    ):
+        load_adapted(tuned, tmp_path / "ours")
+    found, _ = load_adapted(tuned, tmp_path / "ours", any_base=True)
+    assert new_tokens(found, PROMPTS[:1], do_sample=False, **VERIFIED) == new_tokens(
+        other, PROMPTS[:1], do_sample=False
+    )
