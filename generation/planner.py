@@ -38,7 +38,7 @@ from .step_times import ENOUGH, MEMORY, StepTimes
 CHANCE = 0.7
 
 # Masks of a sequence in a step, behind all rows together: where rows cost nothing, each is worth something.
-MOST_MASKS = 128
+MOST_MASKS = 256
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
 # Share of the tokens that looking may cost; those of the first hundred steps at once, or of 150 where a state is kept:

@@ -346,4 +346,4 @@ def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, give
     output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True)
     masks = max(int(step.is_mask.sum()) for step in output.trace)
     fixed = given.get("window_size", 2 if stored else None)
-    assert masks == fixed if fixed else 31 <= masks <= 160  # a skipped one behind each row, too
+    assert masks == fixed if fixed else 31 <= masks <= 300  # a skipped one behind each row, too
