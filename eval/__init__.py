@@ -1,1 +1,1 @@
-"""Tasks, measuring, the sweep over decoding settings, the report, and the work of `wedlm generate`."""
+"""Measuring: prompts, decoders, metrics, the report, the harness, the replay, and the work of `wedlm generate`."""
