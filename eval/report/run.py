@@ -45,7 +45,7 @@ def run(
     shared |= {} if request.temperature is None else {"temperature": request.temperature}
     decoders = {name: {**own, **shared} for name, own in options.items()}
     torch.manual_seed(0)
-    how = {"batch_size": request.batch_size, "repeats": request.repeats, "title": "decoding"}
+    how: dict[str, Any] = {"batch_size": request.batch_size, "repeats": request.repeats, "title": "decoding"}
     rows = pd.DataFrame(measure(model, tokenizer, encoded, decoders, **how))
     table = tabulate(_judged(rows, model, encoded, request.temperature is None), request.temperature is None)
     settings = pd.DataFrame.from_dict(options, orient="index").reindex(columns=[*FIELDS])
