@@ -198,7 +198,7 @@ def without_ngrams(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
     optional = "num_masks", "root_width", "root_layer"
-    numbers = {
+    numbers: dict[str, Any] = {
         name: config.get(name) for name in ("rank", "head_width", *optional) if name not in optional or name in config
     }
     for name, value in numbers.items():

@@ -231,6 +231,8 @@ class MaskAdapter(nn.Module):
         run: what draft rows are: how they stand behind a row, and what they hold.
     """
 
+    mask_embedding: nn.Parameter | None
+
     def __init__(
         self,
         settings: MaskAdapterSettings,

@@ -114,7 +114,8 @@ class VerifyRule:
         rows, run = Tree(pending), self.drafter.run
         if not run.holds_tokens:
             return rows
-        prompt, known, fills = sequence.tokens[: sequence.prompt_length], sequence.tokens[: sequence.committed], {}
+        prompt, known = sequence.tokens[: sequence.prompt_length], sequence.tokens[: sequence.committed]
+        fills: dict[int, int] = {}
         for home, row in enumerate(rows):
             if row.token is not None and (masks := rows.masks(home)):
                 text = [*known, *rows.tokens(home)]
