@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-import venv
 from pathlib import Path
 
 import trl
@@ -96,18 +95,18 @@ set_tracing_disabled(True)
 def add(a: int, b: int) -> int:
     "Adds numbers."
     return a + b
-async def streamed(agent):
-    run = Runner.run_streamed(agent, question)
-    return [event.type async for event in run.stream_events()], run.final_output
-for api in ("responses", "chat_completions"):
-    set_default_openai_api(api)
-    agent = Agent(name="Counter", instructions="Be brief.", model="nano", tools=[add])
-    assert isinstance(Runner.run_sync(agent, question).final_output, str)
-    assert asyncio.run(streamed(agent))[0]
-    must = agent.clone(model_settings=ModelSettings(tool_choice="required"))
-    assert any(item.type == "tool_call_output_item" for item in Runner.run_sync(must, question).new_items)
-    typed = Agent(name="Typed", instructions="Be brief.", model="nano", output_type=Number)
-    print(Runner.run_sync(typed, question).final_output)
+async def main():
+    for api in ("responses", "chat_completions"):
+        set_default_openai_api(api)
+        agent = Agent(name="Counter", instructions="Be brief.", model="nano", tools=[add])
+        assert isinstance((await Runner.run(agent, question)).final_output, str)
+        run = Runner.run_streamed(agent, question)
+        assert [event.type async for event in run.stream_events()] and isinstance(run.final_output, str)
+        must = agent.clone(model_settings=ModelSettings(tool_choice="required"))
+        assert any(item.type == "tool_call_output_item" for item in (await Runner.run(must, question)).new_items)
+        typed = Agent(name="Typed", instructions="Be brief.", model="nano", output_type=Number)
+        print((await Runner.run(typed, question)).final_output)
+asyncio.run(main())
 """
 TRANSFORMERS = """
 import subprocess
@@ -132,8 +131,9 @@ def interpreter(name: str, packages: list[str]) -> Path:
     home = FOLDER / name
     python = home / "bin" / "python"
     if not python.exists():
-        venv.create(home, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        uv = Path(sys.executable).with_name("uv")
+        subprocess.run([uv, "venv", "-q", home], check=True)
+        subprocess.run([uv, "pip", "install", "-q", "--python", python, *packages], check=True)
     return python
 
 

@@ -155,10 +155,10 @@ class ItemsResponse(ChatResponse):
             "parallel_tool_calls": not answer.asked.makes_one_call,
         }
 
-    def _event(self, name: str, **fields: Any) -> str:
-        event = {"type": name, "sequence_number": self.count, **fields}
+    def _event(self, kind: str, /, **fields: Any) -> str:
+        event = {"type": kind, "sequence_number": self.count, **fields}
         self.count += 1
-        return f"event: {name}\ndata: {json.dumps(event)}\n\n"
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
     def _events(self, item: Any) -> Iterator[str]:
         """The events of what an answer has sent, and its items."""

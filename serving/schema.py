@@ -244,6 +244,8 @@ def moved(schema: Any, place: str) -> Any:
 
 def _call_schema(function: _ToolFunction, place: str) -> dict[str, Any]:
     arguments = moved(function.parameters or {"type": "object"}, f"{place}/properties/arguments")
+    if "properties" in arguments:  # a function takes no others, if nothing else is said
+        arguments = {"additionalProperties": False} | arguments
     return {
         "type": "object",
         "properties": {"name": {"const": function.name}, "arguments": {"type": "object"} | arguments},

@@ -34,7 +34,8 @@ CALLS = ['{"name": "f"}', '{"name": "f", "parameters": {}}', '{"name": "f", "arg
          '{"name": "f", "arguments": {"x": NaN}}', '{"function": {"name": "f"}}', '{"name": "\\ud800"}', "[]", "null",
          '{"name": "f", "arguments": [1]}']  # fmt: skip
 ENOUGH = 10**6  # tokens
-WRITTEN = st.lists(st.sampled_from([*MARKS, *CALLS, "{", "}", "\n", "Hi ", "é", "5"]), max_size=9).map("".join)
+WHOLE = [f"<tool_call>{call}</tool_call>" for call in CALLS]
+WRITTEN = st.lists(st.sampled_from([*WHOLE, *MARKS, *CALLS, "{", "}", "\n", "Hi ", "é", "5"]), max_size=9).map("".join)
 
 
 def answered(text, parser, *, stops=(), limit=ENOUGH, sizes=(1,)):
