@@ -24,15 +24,15 @@ FOLDER = Path(__file__).parents[1] / "build" / "clients"
 QUESTION = "Count from 5 to 50 by 5."
 PRELUDE = f"""
 import json, os, sys
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 address, question = os.environ["OPENAI_BASE_URL"], {QUESTION!r}
 messages = [{{"role": "user", "content": question}}]
 class Number(BaseModel):
-    value: int
+    value: int = Field(ge=0, le=99)  # else a small model may write digits until its context is full
 class Add(BaseModel):
     "Adds numbers."
-    a: int
-    b: int
+    a: int = Field(ge=0, le=99)
+    b: int = Field(ge=0, le=99)
 """
 OPENAI = """
 from openai import OpenAI, pydantic_function_tool
@@ -61,6 +61,7 @@ assert client.responses.parse(model="nano", input=question, text_format=Number).
 print(client.models.list().data[0].context_length, response.usage)
 """
 LITELLM = """
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it asks the network for prices
 import litellm
 asked = {"model": "openai/nano", "api_base": address, "messages": messages}
 whole = litellm.completion(**asked).choices[0].message.content
