@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..generation.state import keeps_state
 from ..generation.threads import sleeping_beside_others
-from ..training.saving import AtomicSaveTrainer
+from ..training.saving import ResumableTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .attach import attached_in, check_answers, save_mask_adapter
 from .budget import Budget, Clock, MaskTrainingConfig
@@ -52,7 +52,7 @@ def check_trainable(model: Any) -> None:
         raise ValueError("The mask adapter is frozen: load it with `is_trainable=True`.")
 
 
-class MaskAdapterTrainer(AtomicSaveTrainer):
+class MaskAdapterTrainer(ResumableTrainer):
     """Trains the mask adapter of a model on the model's own answers.
 
     Args:

@@ -62,16 +62,12 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     need("Training", "train", "accelerate", "datasets", "filelock", "peft", "trl")
     from ..training.train import main as run_training
 
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL's default, by its older name
     warnings.filterwarnings("ignore", "'pin_memory' argument")  # on a machine without a GPU
 
     words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
     help_texts = {"description": context.command.help, "epilog": context.command.epilog}
-    with (
-        stopping("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint."),
-        redirect_stdout(sys.stderr) if as_json else nullcontext(),  # transformers prints its log there
-    ):
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
         run_training(words, **help_texts, report=found.append if as_json else None)
     if found:
         print_json(found[0])

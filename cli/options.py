@@ -126,6 +126,9 @@ class LoadingOptions:
             logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
         source = str(NANO) if checkpoint is None else checkpoint
         model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device, any_base=own.any_base)
+        stored = model.generation_config
+        if getattr(stored, "verification", None) is None and not getattr(stored, "masks_ready", False):
+            stored.verification = "exact"  # a checkpoint says that its masks are ready, or a person asks
         if own.threads is None:
             torch.set_num_threads(default_threads(model))
         return model.eval(), tokenizer
@@ -137,8 +140,8 @@ class DecodingOptions:
 
     Attributes:
         strategy: parallel decoding (wedlm), the same block by block (block), or token by token (ar).
-        verification: accept drafts that are AR decoding's own tokens (exact, default with a mask adapter), or all
-            (none).
+        verification: accept drafts that are AR decoding's own tokens (exact, default unless the checkpoint says that
+            its masks are ready), or all (none, default where --entropy-threshold or --distance-penalty is given).
         window_size: W, slots predicted at a time (default with verification: planned step by step).
         entropy_threshold: τ, nats; masks below it are filled.
         distance_penalty: λ, nats per position.
@@ -171,6 +174,8 @@ class DecodingOptions:
 
         given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
         given |= check_settings(self.settings, self.strategy) if self.settings else {}
+        if self.strategy == "block" or {"entropy_threshold", "distance_penalty"} & given.keys():
+            given.setdefault("verification", "none")  # the only decoder that reads them
         is_known = self.strategy != "wedlm" or self.verification == "none"  # else the default is the checkpoint's
         unread = WeDLMGenerationSettings(strategy=self.strategy).unread() if is_known else ()
         for name in (name for name, value in given.items() if name in unread and not is_left_out(value)):

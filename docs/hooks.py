@@ -47,7 +47,7 @@ SHOWN = {
     ),
     "Training": (
         "WeDLMSFTTrainer", "WeDLMSFTConfig", "DataCollatorForDualStreamMasking", "DynamicMaskingCallback",
-        "training.AtomicSaveTrainer", "training.response_log_probs", "training.ResponseLogProbs",
+        "training.ResumableTrainer", "training.response_log_probs", "training.ResponseLogProbs",
     ),
     "Evaluation": (
         "eval.prompts.Prompt", "eval.prompts.encode_prompt", "eval.measure.measure", "eval.measure.decode",

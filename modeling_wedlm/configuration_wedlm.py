@@ -89,10 +89,13 @@ class WeDLMConfig(Qwen3Config):
         return result
 
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Saves the config; an installed class also writes the `trust_remote_code` files beside it (see hub.py)."""
+        """Saves the config; that of a trained model, of an installed class, also writes the `trust_remote_code` files
+        beside it (see hub.py)."""
         self._check()
         if (write_bundle := type(self)._hub_bundle) is not None:
-            self.auto_map = write_bundle(save_directory)
+            vars(self).pop("auto_map", None)
+            if self.masks_trained or push_to_hub:
+                self.auto_map = write_bundle(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | PathLike[str]) -> dict[str, float]:

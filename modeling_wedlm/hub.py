@@ -2,10 +2,14 @@
 
 The Hub's loader reads one flat folder: it copies the file that `auto_map` names and follows its imports of siblings by
 a regular expression. So the files that ship are written side by side under names that end in `_wedlm.py`, and an
-import across folders becomes one of a sibling. Classes loaded *from* such files save them again by transformers' own
-means.
+import across folders becomes one of a sibling.
+
+A model is Hub-ready wherever a person saves it, as with every custom model of transformers: `hf upload FOLDER` is then
+enough. What nobody publishes has no code: an untrained copy (`wedlm convert`), and the checkpoints of a run. Classes
+loaded *from* such files save them again by transformers' own means.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -49,3 +53,15 @@ def write_hub_files(directory: str | os.PathLike[str]) -> dict[str, str]:
     for name, text in hub_files().items():
         write_text(target / name, text)
     return dict(AUTO_MAP)
+
+
+def remove_hub_files(directory: str | os.PathLike[str]) -> None:
+    """Undoes [`write_hub_files`]: for a folder that is loaded only where the package is. Without an `auto_map`,
+    transformers does not ask whether the code is to be run."""
+    for path in Path(directory).glob("*_wedlm.py"):
+        path.unlink()
+    file = Path(directory, "config.json")
+    if file.is_file():
+        stated = json.loads(file.read_bytes())
+        stated.pop("auto_map", None)
+        write_text(file, json.dumps(stated, indent=2, sort_keys=True) + "\n")

@@ -111,6 +111,11 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         """See [`WeDLMForCausalLM.forward`]."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+        if kwargs.get("targets") is not None:  # which the model keeps to itself
+            raise ValueError(
+                "Another loss has taken the place of the model's own, as TRL's `SFTTrainer` does it, and dual-stream "
+                "batches have no other: train with `WeDLMSFTTrainer`, or with transformers' `Trainer`."
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .collator import DynamicMaskingCallback as DynamicMaskingCallback
     from .log_probs import ResponseLogProbs as ResponseLogProbs
     from .log_probs import response_log_probs as response_log_probs
-    from .saving import AtomicSaveTrainer as AtomicSaveTrainer
+    from .saving import ResumableTrainer as ResumableTrainer
     from .sft_config import WeDLMSFTConfig as WeDLMSFTConfig
     from .sft_trainer import WeDLMSFTTrainer as WeDLMSFTTrainer
 
 _HOME = {
-    "AtomicSaveTrainer": "saving", "DataCollatorForDualStreamMasking": "collator",
+    "ResumableTrainer": "saving", "DataCollatorForDualStreamMasking": "collator",
     "DynamicMaskingCallback": "collator", "ResponseLogProbs": "log_probs", "WeDLMSFTConfig": "sft_config",
     "WeDLMSFTTrainer": "sft_trainer", "response_log_probs": "log_probs",
 }  # fmt: skip

@@ -1,27 +1,29 @@
 """Examples made ready for training: read, tokenised, shortened and counted in one pass, so that none is lost in
 silence."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..console.prompts import is_unicode
 from .collator import supervised_of
+from .log import get_logger
 from .model import training_template
 from .rows import row_of
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
-from .turns import Conversation, Span, read_tools, read_turn
+from .turns import Conversation, Span, alpaca_turns, read_tools, read_turn
 
 logger = get_logger(__name__)
 
@@ -30,7 +32,16 @@ _SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
     "messages": ((list,), "a list of turns"),
     "conversations": ((list,), "a list of turns"),
     "prompt": ((str, list), "both strings, or both lists of turns"),
+    "instruction": ((str,), "both strings"),
 }
+# What is read beside the column that says the kind, and of turns in all their kinds.
+_BESIDE = {
+    "input_ids": ("labels", "assistant_masks", "completion_mask", "seq_lengths", "document_ids"),
+    "prompt": ("completion",),
+    "instruction": ("input", "output", "history"),
+}
+_BESIDE_TURNS = ("tools", "chat_template_kwargs", "system")
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class Outcome(IntEnum):
@@ -55,6 +66,7 @@ class DataReport:
 
     name: str
     outcomes: Counter[int]  # number of examples by [`Outcome`]
+    notes: Counter[str]  # number of examples by what else is not learnt of them
 
     @property
     def kept(self) -> int:
@@ -62,8 +74,10 @@ class DataReport:
         return self.outcomes[Outcome.WHOLE] + self.outcomes[Outcome.SHORTENED]
 
     def __str__(self) -> str:
-        parts = [f"; {self.outcomes[outcome]} {text}" for outcome, text in _MEANING.items() if self.outcomes[outcome]]
-        return f"{self.name} dataset: {self.outcomes.total()} examples{''.join(parts)}"
+        parts = [f"{self.outcomes[outcome]} {text}" for outcome, text in _MEANING.items() if self.outcomes[outcome]]
+        parts += [f"in {count}, {note}" for note, count in self.notes.items()]
+        count = self.outcomes.total()
+        return "; ".join([f"{self.name} dataset: {count} example{'s' * (count != 1)}", *parts])
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,8 @@ class Reading:
     name: str  # of the dataset, in messages
     kind: str  # the column that says what kind of data they are
     text_field: str
-    assistant_only: bool  # of a conversation, what the template marks as the assistant's is supervised
+    is_chat: bool
+    assistant_only: bool  # of a conversation, what the assistant wrote is supervised
     completion_only: bool
     formatting_func: Any = None
 
@@ -119,13 +134,14 @@ def reading_of(dataset: Any, name: str, args: WeDLMSFTConfig, formatting_func: A
     example, where, keeps_nulls = row_of(first_example(dataset, name), 0, name)
     text_field = args.dataset_text_field
     kind = text_field if formatting_func else kind_of(example, text_field)
-    is_chat = kind not in ("", "input_ids") and not formatting_func and isinstance(example[kind], list)
+    is_turns = kind not in ("", "input_ids") and not formatting_func and isinstance(_listed(example[kind]), list)
+    is_chat = is_turns or (kind == "instruction" and not formatting_func)
     assistant_only = is_chat if args.assistant_only_loss is None else bool(args.assistant_only_loss)
     completion_only = kind == "prompt" and args.completion_only_loss is not False
     if args.packing and args.packing_strategy == "bfd_split" and (assistant_only or completion_only):
         reason = "an answer without its question cannot be learnt"
         raise ValueError(f"`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': {reason}.")
-    reading = Reading(name, kind, text_field, assistant_only, completion_only, formatting_func)
+    reading = Reading(name, kind, text_field, is_chat, assistant_only, completion_only, formatting_func)
     read = read_example(example, where, reading, keeps_nulls=keeps_nulls)
     if isinstance(read, Conversation) and not read.turns:
         raise ValueError(f"{where} has no turn in `{kind}`.")
@@ -136,8 +152,26 @@ def reading_of(dataset: Any, name: str, args: WeDLMSFTConfig, formatting_func: A
 
 def kind_of(example: Mapping[str, Any], text_field: str) -> str:
     """The column that says what kind of data an example is; empty where there is none."""
-    kinds = ("input_ids", "messages", "conversations", "prompt", text_field)
-    return next((name for name in kinds if example.get(name) is not None), "")
+    kinds = ("input_ids", "messages", "conversations", "prompt", "instruction", text_field)
+    has_answer = example.get("output") is not None  # else an instruction is no example of Alpaca's
+    found = (name for name in kinds if example.get(name) is not None and (name != "instruction" or has_answer))
+    return next(found, "")
+
+
+def _listed(value: Any) -> Any:
+    """Turns, also where a table holds them as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def unread_columns(example: Mapping[str, Any], reading: Reading) -> list[str]:
+    """The columns of an example that hold something and are not read."""
+    if reading.formatting_func is not None:
+        return []
+    read = {reading.kind, *_BESIDE.get(reading.kind, ()), *(_BESIDE_TURNS if reading.is_chat else ())}
+    return sorted(name for name, value in example.items() if name not in read and value not in (None, "", [], {}))
 
 
 def read_example(
@@ -150,7 +184,10 @@ def read_example(
         example = {kind: reading.formatting_func(example)}
     columns = sorted(column for column, value in example.items() if value is not None)
     if not kind:
-        wanted = f"`messages` (or `conversations`), `prompt` and `completion`, `{reading.text_field}`, or `input_ids`"
+        wanted = (
+            "`messages` (or `conversations`), `prompt` and `completion`, `instruction` and `output`, "
+            f"`{reading.text_field}`, or `input_ids`"
+        )
         raise ValueError(f"{where} has the columns {columns}. It needs {wanted}.")
     if kind_of(example, reading.text_field) != kind:
         first = f"the first one has `{kind}`: all must be of one kind"
@@ -159,12 +196,19 @@ def read_example(
         raise ValueError(f"{where} has the columns {columns}{nulls}, and {first}.")
     if kind == "input_ids":
         return _marked(example, where)
-    names = ("prompt", "completion") if kind == "prompt" else (kind,)
+    for name in _PICTURES:
+        if example.get(name):
+            raise ValueError(f"{where} has `{name}`, and only text is trained: leave the column out of the data.")
+    names = {"prompt": ("prompt", "completion"), "instruction": ("instruction", "output")}.get(kind, (kind,))
     parts: list[Any] = [example.get(name) for name in names]
+    if kind in ("messages", "conversations", "prompt"):
+        parts = [_listed(part) for part in parts]
     allowed, wanted = _SHAPES.get(kind, ((str,), "a string"))
     if not any(all(isinstance(part, shape) for part in parts) for shape in allowed):
-        shown = f"{parts if kind == 'prompt' else parts[0]!r:.80}"
+        shown = f"{parts[0] if len(parts) == 1 else parts!r:.80}"
         raise ValueError(f"{where}: `{'` and `'.join(names)}` must be {wanted}, got {shown}.")
+    if kind == "instruction":
+        parts = [alpaca_turns(example, where)]
     if isinstance(parts[0], str):
         return Text("".join(parts), len(parts[0]) if reading.completion_only else 0, where)
     turns = [[read_turn(turn, kind, where, keeps_nulls=keeps_nulls) for turn in part] for part in parts]
@@ -174,6 +218,11 @@ def read_example(
     if not isinstance(kwargs, dict):
         raise ValueError(f"{where}: `chat_template_kwargs` must be an object, got {kwargs!r:.80}.")
     tools = read_tools(example.get("tools"), where, keeps_nulls=keeps_nulls)
+    if (system := example.get("system")) and any(turns):
+        if not isinstance(system, str) or (turns[0][:1] and turns[0][0]["role"] == "system"):
+            wanted = "a text where no turn is the system's"
+            raise ValueError(f"{where}: `system` must be {wanted}, got {system!r:.80}.")
+        turns[0].insert(0, {"role": "system", "content": system})
     begin = len(turns[0]) if reading.completion_only else 0
     return Conversation([turn for part in turns for turn in part], begin, tools, kwargs, where)
 
@@ -208,12 +257,19 @@ class Preparation:
         """See [`reading_of`]."""
         return reading_of(dataset, name, self.args, self.formatting_func)
 
-    def tokenize(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
+    def tokenize(
+        self,
+        dataset: Any,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        positions: int | None = None,
+    ) -> Any:
         """A dataset of `input_ids` and `labels`, of at most `max_length` tokens, without the examples that nothing can
         be learnt from; counts and reports them. With "bfd_split" nothing is shortened: packing splits what is too
         long. Examples that their owner packed keep their `seq_lengths`, and are taken as they are. Raises `ValueError`
         for an example that cannot be read, where nothing is left, and where no whole response of a dataset that has
-        some, not streamed, ends in the end token."""
+        some, not streamed, ends in the end token. Warns of one that is longer than the model's `positions`."""
         reading = self.reading(dataset, name)
         columns = list(first_example(dataset, name))
         is_packed = reading.kind == "input_ids" and "seq_lengths" in columns
@@ -227,42 +283,61 @@ class Preparation:
         }
         numbers = List(Value("int64"))
         types = {"input_ids": numbers, "labels": numbers} | ({"seq_lengths": numbers} if is_packed else {})
-        features = Features(types | {"outcome": Value("int64"), "stops": Value("bool")})
+        about = {"outcome": Value("int64"), "stops": Value("bool"), "notes": List(Value("string"))}
+        features = Features(types | about)
         how = {"fn_kwargs": options, "with_indices": True, "remove_columns": columns, "features": features}
         if isinstance(dataset, Dataset):
             with PartialState().main_process_first():
                 how |= {"num_proc": self.args.dataset_num_proc, "desc": f"Reading {name} dataset"}
                 made = dataset.with_format(None).map(_make, **how)
             outcomes, stops = made["outcome"], made["stops"]
-            self._report(name, torch.tensor(outcomes, dtype=torch.int64).bincount(minlength=len(Outcome)))
-            whole = [stops for stops, outcome in zip(stops, outcomes, strict=True) if outcome == Outcome.WHOLE]
-            if reading.has_responses and whole and not any(whole):
-                raise ValueError(
-                    f"No response of the {name} dataset ends in the end token {tokenizer.eos_token!r}: the model "
-                    "would never learn to stop. Pass the token that ends them as `eos_token` (for ChatML: "
-                    "'<|im_end|>')."
+            counts = torch.tensor(outcomes, dtype=torch.int64).bincount(minlength=len(Outcome))
+            self._report(name, counts, Counter(chain.from_iterable(made["notes"])))
+            whole = [index for index, outcome in enumerate(outcomes) if outcome == Outcome.WHOLE]
+            if reading.has_responses and whole and not any(stops[index] for index in whole):
+                raise _never_stops(name, made[whole[0]]["labels"], tokenizer)
+            longest = max(map(len, made["input_ids"]), default=0) + self.args.num_eos - 1
+            if not splits and not is_packed and longest > (positions or longest):
+                logger.warning(
+                    f"The longest example of the {name} dataset has {longest} tokens with its end tokens, and the "
+                    f"model {positions} positions: a smaller `max_length` shortens it."
                 )
             made = made.select([i for i, outcome in enumerate(outcomes) if outcome <= Outcome.SHORTENED])
         else:  # in shared memory: data workers read the streams
             counts = self._counts[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
-            made = dataset.map(_make, **how).filter(_count_and_keep, fn_kwargs={"counts": counts})
+            made = dataset.map(_make, **how).filter(_count_and_keep, fn_kwargs={"counts": counts, "name": name})
         return made.select_columns(list(types))
 
     def report_streams(self) -> None:
         """Reports what has been read of the datasets that were not counted before."""
         for name in list(self._counts):
-            self._report(name, self._counts.pop(name))
+            self._report(name, self._counts.pop(name), Counter())
 
-    def _report(self, name: str, counts: torch.Tensor) -> None:
-        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))))
+    def _report(self, name: str, counts: torch.Tensor, notes: Counter[str]) -> None:
+        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))), notes)
         if not report.kept:
             raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
-        is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE]
+        is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE] and not notes
         logger.log(logging.INFO if is_whole else logging.WARNING, str(report))
 
 
-def _count_and_keep(example: Any, counts: torch.Tensor) -> bool:
+def _never_stops(name: str, labels: list[int], tokenizer: PreTrainedTokenizerBase) -> ValueError:
+    """For a dataset without a response that ends in the end token; names the token that ends this one, if any does."""
+    special = {token: text for text, token in tokenizer.get_added_vocab().items()}
+    last = next((special[label] for label in reversed(labels) if label in special), None)
+    help = f"Pass the token that ends them: `eos_token={last!r}`"
+    if last is None:
+        help = "The chat template ends them in no special token: pass another one (`chat_template_path='chatml'`)"
+    return ValueError(
+        f"No response of the {name} dataset ends in the end token {tokenizer.eos_token!r}: the model would never "
+        f"learn to stop. {help}."
+    )
+
+
+def _count_and_keep(example: Any, counts: torch.Tensor, name: str) -> bool:
     counts[example["outcome"]] += 1
+    for note in example["notes"]:
+        logger.warning_once(f"{name} dataset: {note}.")
     return bool(example["outcome"] <= Outcome.SHORTENED)
 
 
@@ -279,7 +354,9 @@ def _make(
     `ValueError` for one that cannot be trained on."""
     example, where, keeps_nulls = row_of(example, index, reading.name)
     read = read_example(example, where, reading, keeps_nulls=keeps_nulls)
-    marked = read if isinstance(read, Marked) else _tokenized(read, reading, tokenizer, template)
+    unread = unread_columns(example, reading)
+    notes = [f"these columns are not read: {', '.join(unread)}"] if unread else []
+    marked = read if isinstance(read, Marked) else _tokenized(read, reading, tokenizer, template, notes)
     input_ids, supervised = marked.input_ids, marked.supervised
     if not 0 <= min(input_ids, default=0) <= max(input_ids, default=0) < vocab_size:
         raise ValueError(
@@ -297,12 +374,16 @@ def _make(
         input_ids, supervised = input_ids[:max_length], supervised[:max_length]
         outcome = Outcome.SHORTENED if any(supervised[1:]) else Outcome.TOO_LONG
     labels = [token if mark else IGNORE_INDEX for token, mark in zip(input_ids, supervised, strict=True)]
-    made = {"input_ids": input_ids, "labels": labels, "outcome": int(outcome), "stops": stops}
+    made = {"input_ids": input_ids, "labels": labels, "outcome": int(outcome), "stops": stops, "notes": notes}
     return made if marked.seq_lengths is None else made | {"seq_lengths": marked.seq_lengths, "outcome": 0}
 
 
 def _tokenized(
-    read: Conversation | Text, reading: Reading, tokenizer: PreTrainedTokenizerBase, template: str | None
+    read: Conversation | Text,
+    reading: Reading,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    notes: list[str],
 ) -> Marked:
     if isinstance(read, Text):
         eos = str(tokenizer.eos_token)
@@ -311,7 +392,7 @@ def _tokenized(
     elif not read.turns:
         return Marked([], [])
     else:
-        text, spans = read.text(tokenizer, template, reading.assistant_only)
+        text, spans = read.text(tokenizer, template, reading.assistant_only, notes)
     if not is_unicode(text):
         raise ValueError(f"{read.where} holds half of a surrogate pair, which is no text.")
     encoding = tokenizer(text, add_special_tokens=isinstance(read, Text), return_offsets_mapping=True, verbose=False)
@@ -322,21 +403,24 @@ def _tokenized(
         if inside:
             supervised[inside[0] : inside[-1] + 1] = [True] * (inside[-1] + 1 - inside[0])
             if places[inside[0]][0] < begin and reading.completion_only:
-                logger.warning_once(
-                    f"{read.where} and perhaps others: a token holds the end of the prompt and the beginning of the "
-                    "completion; it is learnt whole. End prompts at the end of a token, a line for example."
+                notes.append(
+                    "a token holds the end of the prompt and the beginning of the completion; it is learnt whole. End "
+                    "prompts at the end of a token, a line for example"
                 )
     return Marked(list(encoding["input_ids"]), supervised)
 
 
 def _leave_out_trailing_space(input_ids: list[int], supervised: list[bool], tokenizer: Any) -> bool:
-    """Takes white space that a template writes behind an end token, and counts as the assistant's, out of what is
-    supervised. Whether a response stops by the end token."""
+    """Takes white space and special tokens that a template writes behind an end token, and counts as the assistant's,
+    out of what is supervised. Whether a response stops by the end token."""
     stops = False
     for is_supervised, run in groupby(range(len(supervised)), lambda place: supervised[place]):
         places = list(run)
         closed, end = max((i for i in places if input_ids[i] == tokenizer.eos_token_id), default=-1), places[-1] + 1
-        if is_supervised and closed >= 0 and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
+        if not is_supervised or closed < 0:
+            continue
+        behind = tokenizer.decode(input_ids[closed + 1 : end], skip_special_tokens=True)
+        if not str(behind).strip():
             supervised[closed + 1 : end] = [False] * (end - closed - 1)
             stops = True
     return stops

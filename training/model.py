@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
@@ -15,9 +14,12 @@ from ..checkpoints.loading import load_model, load_tokenizer
 from ..modeling_wedlm import WeDLMForCausalLM
 from ..modeling_wedlm.convert import convert, read_source_config
 from . import peft_targets as peft_targets
-from .sft_config import WeDLMSFTConfig
+from .log import get_logger
+from .sft_config import CHATML, WeDLMSFTConfig
 
 logger = get_logger(__name__)
+
+_IM_END = "<|im_end|>"
 
 
 def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -43,11 +45,11 @@ def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
 
 
 def prepare_model(
-    model: Any, tokenizer: Any, args: WeDLMSFTConfig, peft_config: Any, quantization: Any, *, needs_markers: bool
+    model: Any, tokenizer: Any, args: WeDLMSFTConfig, peft_config: Any, quantization: Any, *, needs_template: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Any]:
-    """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked; a
-    chat template that `needs_markers` must say what the assistant wrote. Raises `OSError` for what cannot be loaded,
-    and `ValueError` for what cannot be trained or used together."""
+    """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked; the
+    tokenizer has a chat template where the data need one. Raises `OSError` for what cannot be loaded, and `ValueError`
+    for what cannot be trained or used together."""
     check_method(model, peft_config)
     if isinstance(model, str):
         init_kwargs: Any = args.model_init_kwargs or {}
@@ -57,10 +59,14 @@ def prepare_model(
         if peft_config is not None and model.config.name_or_path:
             check_source(model.config.name_or_path, None, is_base=True)
         tokenizer = tokenizer or load_tokenizer(str(model.config.name_or_path or ""))
-    check_vocabulary(model, tokenizer, args)
+    check_vocabulary(model, tokenizer)
     check_targets(model, peft_config)
-    if needs_markers and args.chat_template_path is None:
-        training_template(tokenizer)
+    if args.chat_template_path == str(CHATML):
+        use_chatml(tokenizer, args.eos_token)
+    elif needs_template and args.chat_template_path is None and tokenizer.chat_template is None:
+        raise ValueError(
+            "The tokenizer has no chat template: pass one as `chat_template_path` ('chatml' is this package's)."
+        )
     names_rows = "embed_tokens" in (getattr(peft_config, "modules_to_save", None) or ())
     names_rows = names_rows or getattr(peft_config, "trainable_token_indices", 0) is not None
     if peft_config is not None and not names_rows and mask_row_is_new(model, tokenizer):
@@ -140,7 +146,7 @@ def prepare_quantized(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` unless the tokenizer is that of a WeDLM model, and the model's own."""
     config = model.config.get_text_config()
     if config.model_type != "wedlm":
@@ -160,20 +166,21 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLM
         raise ValueError(
             f"The tokenizer has ids up to {largest}, and the model {rows} embedding rows: they do not belong together."
         )
-    length, positions = (args.max_length or 0) + args.num_eos - 1, config.max_position_embeddings
-    if length > positions:
-        logger.warning(f"`max_length` + `num_eos` - 1 is {length}, and the model has {positions} positions.")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The chat template to train with: TRL's version of a well-known one, or None for the tokenizer's own, where that
-    says what the assistant wrote. Raises `ValueError` where there is neither."""
+    """The chat template to train with: TRL's version of a well-known one, or None for the tokenizer's own."""
     template = tokenizer.chat_template
     with suppress(ValueError):  # of a template that TRL does not know
-        if template is not None and (own := has_generation_markers(template) or get_training_chat_template(tokenizer)):
-            return None if own is True else own
-    raise ValueError(
-        f"{'The chat template has no' if template else 'There is no chat template, so none with'} "
-        "{% generation %} markers, which say what the assistant wrote. Pass `chat_template_path='chatml'` (the "
-        "template of this package), a template with markers, or `assistant_only_loss=False`."
-    )
+        if not has_generation_markers(template):
+            return get_training_chat_template(tokenizer)
+    return None
+
+
+def use_chatml(tokenizer: PreTrainedTokenizerBase, eos_token: str | None) -> None:
+    """Gives the tokenizer the template of this package. Where its vocabulary has no `<|im_end|>`, turns end in its end
+    token."""
+    template = CHATML.read_text(encoding="utf-8")
+    if _IM_END not in tokenizer.get_vocab():
+        template = template.replace(repr(_IM_END), repr(eos_token or tokenizer.eos_token))
+    tokenizer.chat_template = template

@@ -1,12 +1,13 @@
 """Files of examples: each row with the place where it stands, so that whatever is wrong with it can be told by it."""
 
+import csv
 import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, ReadInstruction, load_dataset
+from datasets import Dataset, Features, IterableDataset, ReadInstruction, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from ..console.prompts import encoding_of, is_unicode
@@ -15,11 +16,11 @@ from ..console.prompts import encoding_of, is_unicode
 # arguments of all others, as nulls.
 _TEXT, _PLACE = "json_text", "json_place"
 _WANTED = "each line must be a JSON object: "
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
-    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read). A file is
+    """Reads a JSONL, JSON, Parquet or CSV file, or a dataset of the Hub (or a folder that `datasets` reads). A file is
     one split, of any name; slices such as `"train[:100]"` hold there too. Rows of JSON files are read by [`row_of`].
     Raises `OSError` for a file that is not there, and `ValueError` for a row that is no JSON object, with its place,
     and a `config_name` beside a file."""
@@ -40,11 +41,22 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
     if builder == "json":
         return _load_rows(path, split, streaming)
     try:
-        return load_dataset(builder, data_files=str(path), split=split, streaming=streaming)
+        how = _as_text(path) if builder == "csv" else {}
+        return load_dataset(builder, data_files=str(path), split=split, streaming=streaming, **how)
     except (DatasetGenerationError, StopIteration, ValueError) as error:
         if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise _no_example(name) from None
         raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
+
+
+def _as_text(path: Path) -> dict[str, Any]:
+    """Settings of `load_dataset` with which every cell of a CSV file stays the text that it is."""
+    with path.open("rb") as file:
+        encoding = encoding_of(file.read(4))
+    with path.open(encoding=encoding, newline="") as file:
+        columns = next(csv.reader(file), [])
+    features = Features({name: Value("string") for name in columns})
+    return {"features": features, "keep_default_na": False, "encoding": encoding}
 
 
 def row_of(example: Mapping[str, Any], index: int, name: str) -> tuple[dict[str, Any], str, bool]:

@@ -5,13 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from .collator import check_settings
+from .cpu import bf16_speedup
 from .streams import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
+
+FASTER = 1.2  # how many times as fast bfloat16 must be on a CPU, where it is not the default
 
 # Least values of settings that the parents take as they are.
 _LEAST = {
@@ -30,9 +34,10 @@ def setting(default: Any, text: str) -> Any:
 class WeDLMSFTConfig(SFTConfig):
     """[`trl.SFTConfig`] with the settings of dual-stream training, and the defaults of the released fine-tuning code.
 
-    Three inherited fields mean more than they do there: `assistant_only_loss` may be None (true for chat data),
-    `chat_template_path="chatml"` is the template of this package, and `max_length` counts the tokens of an example,
-    before end tokens are filled in: the dual stream is about twice as long.
+    Some inherited fields mean more than they do there: `assistant_only_loss` may be None (true for chat data),
+    `chat_template_path="chatml"` is the template of this package, `use_cpu` is true where there is nothing else,
+    `bf16` may be None (on a CPU, what it multiplies faster), and `max_length` counts the tokens of an example, before
+    end tokens are filled in: the dual stream is about twice as long.
 
     Raises:
         ValueError: for settings that dual-stream training cannot honour.
@@ -65,8 +70,12 @@ class WeDLMSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         if self.chat_template_path == "chatml":
             self.chat_template_path = str(CHATML)
-        if self.bf16 is None and not is_torch_bf16_gpu_available():
-            self.bf16 = False  # TRL's default is on wherever training runs
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 is None:  # TRL's default is on wherever training runs
+            self.bf16 = bf16_speedup() > FASTER if self.use_cpu else is_torch_bf16_gpu_available()
+        if getattr(self, "activation_checkpointing", True) is None:  # transformers warns of the older name, TRL's
+            self.activation_checkpointing = self.gradient_checkpointing
         for name, least in _LEAST.items():  # the parent divides by some of them and compares others, whatever they are
             value = getattr(self, name)
             if name == "max_grad_norm" and value is None:

@@ -1,8 +1,10 @@
 """Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
 
 import copy
+import json
 import math
 import time
+import warnings
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -18,16 +20,17 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..checkpoints.card import CARD_NAME, check_card, is_written_by_a_person, read_card
+from ..checkpoints.card import CARD_NAME, is_written_by_a_person, provenance, read_card, render, write_card
 from ..checkpoints.files import write_text
 from ..generation.threads import sleeping_beside_others
+from ..modeling_wedlm.hub import remove_hub_files
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
-from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
+from .metrics import decode, divide, evaluation_sums, masks_are_ready, prompt_of
 from .model import prepare_model, prepare_quantized
-from .saving import AtomicSaveTrainer, check_same_adapter
-from .sft_config import WeDLMSFTConfig
+from .saving import ResumableTrainer, check_same_adapter
+from .sft_config import CHATML, WeDLMSFTConfig
 from .streams import IGNORE_INDEX
 
 COLLATOR_FIELDS = (
@@ -52,7 +55,7 @@ class _EveryPassSteps(TrainerCallback):
             )
 
 
-class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
+class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
     """[`trl.SFTTrainer`] with dual-stream batches and the dual-stream loss; identical to it except that
 
     1. it collates with [`DataCollatorForDualStreamMasking`], masks anew every epoch, and takes the model's own loss;
@@ -61,9 +64,10 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
     4. evaluation sums over tokens and processes and divides once, with fixed uniform masks whatever training uses:
        `eval_ar_nll` and `eval_elbo_nll` (nats per supervised token, the block-wise bound on −log p), `eval_loss` of
        both, `eval_mask_nll_ratio_*` by masked fraction (25: γ ≤ ¼), `eval_accuracy_offset_*` by offset in the block,
-       and `eval_tokens_per_forward` of real decoding with the model's own generation settings;
+       and what real decoding of a few prompts says (see [`decode`]): `eval_tokens_per_forward`, and whether the masks
+       are ready to decode without verification, which the saved generation config tells commands (`masks_ready`);
     5. with a `peft_config`, the mask token's embedding row is trained too where it is new (see [`mask_row_is_new`]);
-    6. checkpoints and models are saved whole or not at all (see [`AtomicSaveTrainer`]), `resume_from_checkpoint=True`
+    6. checkpoints and models are saved whole or not at all (see [`ResumableTrainer`]), `resume_from_checkpoint=True`
        takes the newest *complete* checkpoint, and a loss that is not finite ends the training before it reaches the
        weights.
 
@@ -116,15 +120,18 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         self.data_reports = self._preparation.reports
         datasets = {"train": train_dataset, **_by_name(eval_dataset)}
         readings = [self._preparation.reading(dataset, name) for name, dataset in datasets.items()]
-        needs_markers = any(reading.assistant_only for reading in readings)
+        needs_template = any(reading.is_chat for reading in readings)
         model, processing_class, peft_config = prepare_model(
-            model, processing_class, args, peft_config, quantization_config, needs_markers=needs_markers
+            model, processing_class, args, peft_config, quantization_config, needs_template=needs_template
         )
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         # What the parent would do on its own view of the first example, or warn of, is done here.
         parents = copy.copy(args)
         parents.assistant_only_loss, parents.model_init_kwargs = False, None
-        if pictures := {"image", "images"} & set(first_example(train_dataset, "train")):
+        if args.chat_template_path == str(CHATML):
+            parents.chat_template_path = None
+        if pictures := {"image", "images"} & set(first_example(train_dataset, "train")):  # all of them empty
             train_dataset = train_dataset.remove_columns(sorted(pictures))
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
@@ -148,7 +155,9 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         """Tokenises, shortens, drops and counts, then packs."""
         if packing and args.max_length is None:
             raise ValueError("`packing=True` needs a `max_length`, got None.")
-        dataset = self._preparation.tokenize(dataset, dataset_name, processing_class, self._vocab_size)
+        dataset = self._preparation.tokenize(
+            dataset, dataset_name, processing_class, self._vocab_size, self._positions
+        )
         if "seq_lengths" in dataset.column_names:  # packed by its owner
             return dataset
         if args.shuffle_dataset:
@@ -265,32 +274,73 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         return output._replace(metrics=reported)
 
     def _decode(self, dataset: Any) -> dict[str, float]:
-        """Tokens per forward of a few answers to prompts of the dataset. Every process answers all of them, since
+        """What [`decode`] says of a few prompts of the dataset. Every process answers all of them, since
         sharded weights need every process in every forward: a stream, of which each reads a part, is not decoded."""
         if isinstance(dataset, TorchIterableDataset) and self.accelerator.num_processes > 1:
             return {}
         prompts = list(filter(None, map(prompt_of, islice(iter(dataset), self.args.eval_decoding_samples))))
         if not prompts or not self.args.eval_decoding_tokens:
             return {}
-        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model, self.accelerator.autocast():
-            device, limit = self.accelerator.device, self.args.eval_decoding_tokens
-            return {"tokens_per_forward": tokens_per_forward(model, prompts, limit, device)}
+        title = "Decoding held-out prompts" if self.is_world_process_zero() and not self.args.disable_tqdm else ""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # by which TRL switches it
+            unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
+            with unwrapped as model, self.accelerator.autocast():
+                metrics = decode(model, prompts, self.args.eval_decoding_tokens, self.accelerator.device, title)
+        # What commands read: without it, they verify.
+        self.model.generation_config.masks_ready = masks_are_ready(metrics)
+        return metrics
 
     # Checkpoints.
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The parent's. A checkpoint of a run is loaded where this package is, and goes without the code and the card
+        that travel with a model, unless it is pushed."""
+        file = Path(output_dir or str(self.args.output_dir), CARD_NAME)
+        card = read_card(file.parent)
+        is_ours = not is_written_by_a_person(card)
+        if self.args.should_save and is_ours:
+            file.unlink(missing_ok=True)  # else PEFT adds to it what it knows, such as paths of this machine
+        super().save_model(output_dir, _internal_call)
+        if not self.args.should_save:
+            return
+        if _internal_call and not self.args.push_to_hub:
+            remove_hub_files(file.parent)
+            file.unlink(missing_ok=True)
+        elif is_ours:
+            self._write_card(file.parent)
+        else:
+            write_text(file, str(card))
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL's, for an adapter, unless a person wrote one there. A model's is written where it is saved."""
+        """TRL's, by ours."""
+        if self.is_world_process_zero():
+            self._write_card(Path(str(self.args.output_dir)))
+
+    def _write_card(self, folder: Path) -> None:
+        """Writes the card of an adapter, unless a person wrote one there. A model's is written where it is saved."""
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, WeDLMForCausalLM) and not is_written_by_a_person(
-            read_card(str(self.args.output_dir))
-        ):
-            super().create_model_card(*args, **kwargs)
-            file = Path(str(self.args.output_dir), CARD_NAME)
-            if file.is_file():  # TRL knows only bases of the Hub, and says "None" of others
-                base = f"`{Path(str(model.config.name_or_path)).name}`"
-                text = file.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", base)
-                write_text(file, text)
-                check_card(file.parent)
+        if isinstance(model, WeDLMForCausalLM):
+            return
+        name = str(model.config.name_or_path)
+        base, inherited = provenance(name)
+        config = next(iter(model.peft_config.values()))
+        place = name if base == name else Path(name).name
+        tokenizer: Any = self.processing_class
+        counts = [str(report) for report in self.data_reports.values()]
+        card = render(
+            Path(__file__).with_name("adapter_card.jinja"),
+            {"base_model": base, "library_name": "peft", "pipeline_tag": "text-generation"} | inherited,
+            title=folder.absolute().name,
+            kind={"LORA": "LoRA"}.get(config.peft_type.value, config.peft_type.value),
+            base=base,
+            name=place,
+            base_place=json.dumps(place),
+            place=json.dumps(self.args.hub_model_id or "."),
+            is_chat=tokenizer.chat_template is not None,
+            facts=[*counts, f"{self.state.global_step:,} steps"],
+        )
+        write_card(folder, card)
 
     @sleeping_beside_others()
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -6,9 +6,11 @@ accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learni
 
 import logging
 import re
+import shlex
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,16 +19,31 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import ProgressCallback
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
+from .cpu import cpu_note
+from .metrics import masks_are_ready
 from .model import check_source
+from .progress import RunProgress, draw_curve
 from .rows import load
-from .saving import only_writer
+from .saving import newest_complete_checkpoint, only_writer
 from .sft_config import WeDLMSFTConfig, setting
 from .sft_trainer import WeDLMSFTTrainer
 
 logger = logging.getLogger(__name__)
+
+TRAIN_ON = 2.0  # tokens per forward below which masks have hardly begun
+
+# Settings that `--help` shows, beside our own.
+_INHERITED = """
+    model_name_or_path attn_implementation use_peft lora_r lora_alpha lora_target_modules use_dora load_in_4bit
+    output_dir per_device_train_batch_size per_device_eval_batch_size max_steps eval_strategy eval_steps logging_steps
+    save_steps save_total_limit resume_from_checkpoint packing chat_template_path eos_token report_to seed bf16
+    gradient_checkpointing push_to_hub help h
+""".split()
+_COMMON = {*_INHERITED, *WeDLMSFTConfig.__annotations__}
 
 _EXPECTED = (TypeError, FloatingPointError, SafetensorError, TemplateError, torch.OutOfMemoryError)
 
@@ -36,7 +53,7 @@ class DataConfig:
     """Where the examples come from."""
 
     dataset: str = field(
-        metadata={"help": "A .jsonl, .json or .parquet file, or a folder or Hub id that `datasets` reads."}
+        metadata={"help": "A .jsonl, .json, .csv or .parquet file, or a folder or Hub id that `datasets` reads."}
     )
     dataset_config: str | None = setting(None, "Configuration of a Hub id.")
     dataset_split: str = setting("train", "Split of a folder or Hub id.")
@@ -72,6 +89,7 @@ def run(
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work
+    _check_reports(args)
     given = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
     given["revision"] = None if model.model_revision == "main" else model.model_revision
     settings = {name: value for name, value in given.items() if value is not None}
@@ -84,16 +102,50 @@ def run(
         model.lora_target_modules = [name]  # TRL unpacks a list of one, and PEFT would take it for a whole path
     configs: Any = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
     trainer = WeDLMSFTTrainer(model.model_name_or_path, args, train_dataset, eval_dataset, **configs)
+    console = Console(stderr=True)
+    progress = RunProgress(trainer, console)
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)  # whose bar does not say what the losses are
+        trainer.add_callback(progress)
+        if args.use_cpu and is_writer:
+            console.print(cpu_note(bool(args.bf16)), highlight=False)
     with only_writer(output, is_writer):
-        trainer.train(_resume_from(args))
-        metrics = trainer.evaluate() if eval_dataset is not None else {}
+        try:
+            trainer.train(_resume_from(args))
+            metrics = trainer.evaluate() if eval_dataset is not None else {}
+        except KeyboardInterrupt:
+            progress.close()
+            console.print(_stopped(args), highlight=False, soft_wrap=True)
+            raise
+        finally:
+            progress.close()
         trainer.save_model()
         trainer.save_state()
+        curve = draw_curve(trainer.state.log_history, output) if is_writer else None
     if trainer.is_world_process_zero():
-        (report or summarize)(results(trainer, metrics))
+        found = results(trainer, metrics) | {"curve": curve and str(curve)}
+        (report or summarize)(found)
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
+
+
+def _check_reports(args: WeDLMSFTConfig) -> None:
+    """Raises `ValueError` for a `report_to` whose package is not installed, before any work."""
+    for kind in get_reporting_integration_callbacks(args.report_to):
+        try:
+            kind()
+        except (RuntimeError, ImportError) as error:
+            raise ValueError(f"`report_to` {args.report_to}: {error} Or pass `--report_to none`.") from None
+
+
+def _stopped(args: WeDLMSFTConfig) -> str:
+    """What a stopped run leaves."""
+    try:
+        newest = newest_complete_checkpoint(Path(str(args.output_dir))).name
+    except ValueError:
+        return f"No checkpoint was saved yet (`--save_steps` is {args.save_steps:g}): the run begins anew."
+    return f"`--resume_from_checkpoint auto` goes on from {newest}."
 
 
 def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
@@ -113,7 +165,10 @@ def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
     """`resume_from_checkpoint`: a folder, `true` (the newest complete one), or `auto` (that, if there is any)."""
     wanted = str(args.resume_from_checkpoint or "").lower()
     if wanted == "auto":
-        return any(Path(str(args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")) or None
+        try:
+            return str(newest_complete_checkpoint(Path(str(args.output_dir))))
+        except ValueError:
+            return None
     if wanted in ("true", "false", ""):
         return wanted == "true" or None
     return args.resume_from_checkpoint
@@ -135,11 +190,29 @@ def results(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> dict[str, An
         "steps": trainer.state.global_step,
         "last": {name: logs[name] for name in names if name in logs},
         "evaluation": {name: value for name, value in evaluated.items() if name.startswith("eval_")},
+        "masks": verdict(metrics),
+        "base": str(trainer.model.config.name_or_path) if hasattr(trainer.model, "peft_config") else None,
     }
 
 
+def verdict(metrics: dict[str, float]) -> str:
+    """How far the masks are, and what follows from that."""
+    if "eval_tokens_per_forward" not in metrics:
+        return (
+            "How far the masks are was not measured: keep some examples by `--eval_share`, or pass `--eval_dataset`."
+        )
+    tokens = metrics["eval_tokens_per_forward"]
+    about = f"{tokens:.1f} tokens per forward on held-out prompts"
+    if masks_are_ready(metrics, "eval_"):
+        free = metrics["eval_unverified_tokens_per_forward"]
+        return f"The masks are ready: {about}, {free:.1f} without verification, by which commands now decode."
+    same = f"{metrics['eval_unverified_as_ar']:.0%} of the answers without verification are AR's"
+    advice = "train on: the masks learn later than the rest" if tokens < TRAIN_ON else "more training makes it faster"
+    return f"{about[:1].upper()}{about[1:]}; {advice}. {same}, so commands verify every token."
+
+
 def summarize(results: dict[str, Any]) -> None:
-    """Prints [`results`] as a table."""
+    """Prints [`results`] as a table, and how to use what was trained."""
     table = Table("", "", title=f"Saved in {results['output_dir']}", show_header=False)
     for report in results["data"]:
         table.add_row("data", report)
@@ -148,15 +221,35 @@ def summarize(results: dict[str, Any]) -> None:
     last = {f"last {name}": value for name, value in results["last"].items()}
     for name, value in (last | results["evaluation"]).items():
         table.add_row(name, f"{value:,.4g}")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    folder = results["output_dir"]
+    if results.get("curve"):
+        console.print(f"Curves: {results['curve']}", highlight=False, soft_wrap=True)
+    if results.get("masks"):
+        console.print(results["masks"], highlight=False, soft_wrap=True)
+    model = ("--model", folder) if results.get("base") is None else ("--model", results["base"], "--adapter", folder)
+    command = shlex.join(("wedlm", "generate", "YOUR QUESTION", *model))
+    console.print(f"To try it: {command}", highlight=False, soft_wrap=True)
+
+
+_COMMON |= {field.name for field in fields(DataConfig)}
 
 
 class _Parser(TrlParser):
-    """Raises what argparse would print below two screens of usage."""
+    """Raises what argparse would print below two screens of usage, and shows the settings that most runs need."""
+
+    shows_all = True
+
+    def add_argument(self, *names: Any, **how: Any) -> Any:
+        """The parent's; a setting that is not shown has no help."""
+        if not self.shows_all and not {name.lstrip("-") for name in names} & _COMMON:
+            how["help"] = SUPPRESS
+        return super().add_argument(*names, **how)
 
     def error(self, message: str) -> NoReturn:
         """Raises `ValueError` with the message."""
-        raise ValueError(f"{message}. `wedlm train --help` lists the settings.")
+        raise ValueError(f"{message}. `wedlm train --help` lists the settings, `--help_all` all of them.")
 
 
 def _parse(
@@ -166,6 +259,9 @@ def _parse(
     recipe = [] if not words or words[0].startswith("-") else ["--config"]
     kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
     usage = "wedlm train [RECIPE.yaml] [--SETTING VALUE …]"
+    _Parser.shows_all = "--help_all" in words
+    words = ["--help" if word == "--help_all" else word for word in words]
+    epilog = f"{epilog or ''} --help_all shows the settings of TRL's SFTConfig and ModelConfig, too."
     parser = _Parser(kinds, usage=usage, allow_abbrev=False, description=description, epilog=epilog)
     try:
         data, args, model = parser.parse_args_and_config([*recipe, *words])

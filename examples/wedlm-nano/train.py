@@ -10,7 +10,6 @@ model decodes from better.
 Hardware: two CPU cores with bf16 instructions take about two and a half hours; any GPU works too.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +31,8 @@ from transformers import (
     set_seed,
 )
 
-from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm.hub import remove_hub_files
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 
 
@@ -210,7 +209,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
     )
     model = WeDLMForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, masks_ready=True
     )
     return model
 
@@ -284,12 +283,7 @@ def main(
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
     AutoTokenizer.from_pretrained(output_dir, trust_remote_code=False).save_pretrained(output_dir)
-    # Who has the repository has the package. A config that names no code lets transformers load the tokenizer unasked.
-    for code in output_dir.glob("*_wedlm.py"):
-        code.unlink()
-    config = json.loads((output_dir / "config.json").read_bytes())
-    del config["auto_map"]
-    write_text(output_dir / "config.json", json.dumps(config, indent=2) + "\n")
+    remove_hub_files(output_dir)  # who has the repository has the package
 
 
 if __name__ == "__main__":

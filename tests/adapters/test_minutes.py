@@ -23,7 +23,7 @@ from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import ANSWER_SHARE, GAINS, MASK_SHARE, AdaptConfig, adapt, forecast
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
+from wedlm_hf.training.saving import ResumableTrainer, newest_complete_checkpoint
 
 
 class Machine:
@@ -61,8 +61,8 @@ class Machine:
             self.now += self.save
             write(trainer, *args)
 
-        write = AtomicSaveTrainer._save_checkpoint
-        monkeypatch.setattr(AtomicSaveTrainer, "_save_checkpoint", save)
+        write = ResumableTrainer._save_checkpoint
+        monkeypatch.setattr(ResumableTrainer, "_save_checkpoint", save)
         hooks = [register_module_forward_pre_hook(hook) for hook in (pass_time, pass_rows)]
         try:
             yield

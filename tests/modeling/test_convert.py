@@ -216,7 +216,11 @@ def test_a_token_with_another_meaning_or_that_the_tokenizer_splits_or_loses_is_r
 @pytest.mark.usefixtures("source")
 def test_a_copy_says_that_it_is_untrained_until_it_is_trained(tmp_path, caplog):
     convert(tmp_path / "source", tmp_path / "made")
-    assert "an untrained copy" in (tmp_path / "made" / "README.md").read_text()
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "an untrained copy of another model" in card and "trust_remote_code=True" not in card
+    # Nobody publishes it: it brings no code, so that transformers does not ask whether that is to be run.
+    assert not list((tmp_path / "made").glob("*.py"))
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "made"), WeDLMForCausalLM)
     model = WeDLMForCausalLM.from_pretrained(tmp_path / "made")
     model.generate(ids(1), strategy="wedlm", verification="exact", max_new_tokens=2, do_sample=False)
     assert "untrained" not in caplog.text

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_sft_trainer import CHATS, GOOD, learnt_text, settings_of, trainer_on
 from tiny import tiny_model, tiny_tokenizer, write_checkpoint
 
 from wedlm_hf.training import WeDLMSFTTrainer
+from wedlm_hf.training.examples import Reading, read_example, reading_of, unread_columns
 from wedlm_hf.training.rows import load, row_of
 
 USER, ANSWER = CHATS[0]
@@ -134,7 +137,7 @@ def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops
     assert "leaves out thoughts" not in caplog.text
     last = template("{{ m.content.split('</think>')[-1] }}")
     assert taught(tmp_path, [{"messages": turns}], last) == ["1, 2<|im_end|>1, 2, 3, 4<|im_end|>"]
-    assert "data.jsonl:1 and perhaps others: the chat template leaves out thoughts" in caplog.text
+    assert "train dataset: 1 example; in 1, the chat template leaves out thoughts" in caplog.text
 
 
 def test_an_empty_turn_is_learnt_as_an_end_and_supervises_nothing_behind_it(tmp_path):
@@ -151,7 +154,121 @@ def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where
     assert "a token holds the end" not in caplog.text
     text = {"prompt": "3 + 4 =", "completion": " 7"}  # where " = " is one token
     assert taught(tmp_path, [text])[0].strip() == "= 7<|im_end|>"
-    assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
+    assert "train dataset: 1 example; in 1, a token holds the end of the prompt" in caplog.text
+
+
+# ShareGPT's and Alpaca's columns.
+
+NAMES = {"user": ("human", "user"), "assistant": ("gpt", "bot"), "tool": ("observation", "function-response")}
+WORD = st.text(alphabet="abc é7{", min_size=1, max_size=6).filter(str.strip)
+ARGUMENTS = st.dictionaries(st.sampled_from("xyz"), st.one_of(WORD, st.integers(0, 99)), max_size=2)
+TURN_DRAWN = st.one_of(
+    st.tuples(st.sampled_from(["user", "assistant", "tool"]), WORD),
+    st.tuples(st.just("call"), st.lists(st.tuples(WORD, ARGUMENTS), min_size=1, max_size=2)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TURN_DRAWN, min_size=1, max_size=5), st.integers(0, 1), st.booleans(), st.none() | WORD)
+def test_conversations_of_sharegpt_are_read_as_the_messages_that_they_stand_for(drawn, spelling, one_alone, system):
+    shared, messages = [], []
+    for role, content in drawn:
+        if role == "call":
+            calls = [{"name": name, "arguments": arguments} for name, arguments in content]
+            value = calls[0] if one_alone and len(calls) == 1 else calls
+            shared.append({"from": ("function_call", "Function-Call")[spelling], "value": json.dumps(value)})
+            calls = [{"type": "function", "function": call} for call in calls]
+            messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        else:
+            shared.append({"from": NAMES[role][spelling], "value": content})
+            messages.append({"role": role, "content": content})
+    read = [
+        read_example(row, "here", Reading("train", kind, "text", True, True, False), keeps_nulls=True)
+        for kind, row in (
+            ("conversations", {"conversations": shared} | ({"system": system} if system else {})),
+            ("messages", {"messages": ([{"role": "system", "content": system}] if system else []) + messages}),
+        )
+    ]
+    assert read[0] == read[1]
+
+
+def test_a_call_of_sharegpt_is_learnt_or_refused_and_a_system_column_is_in_the_text(tmp_path):
+    turns = [
+        {"from": "human", "value": "Sun?"},
+        {"from": "function_call", "value": '{"name": "sky", "arguments": {}}'},
+    ]
+    turns += [{"from": "observation", "value": "yes"}, {"from": "gpt", "value": "Yes."}]
+    rows = [{"conversations": turns, "system": "Be brief."}]
+    assert taught(tmp_path, rows) == ["[sky{}]<|im_end|>Yes.<|im_end|>"]
+    whole = taught(tmp_path, rows, assistant_only_loss=False)[0]
+    assert whole.startswith("<|im_start|>system\nBe brief.<|im_end|>") and "<|im_start|>tool\nyes" in whole
+    with pytest.raises(ValueError, match="has `tool_calls`: the chat template knows none"):
+        taught(tmp_path, rows, template("{{ m.content }}"))
+    rows = [{"conversations": [turns[0] | {"from": "system"}, *turns], "system": "Be brief."}]
+    with pytest.raises(ValueError, match="`system` must be a text where no turn is the system's"):
+        taught(tmp_path, rows)
+    turns[1]["value"] = "sky()"
+    with pytest.raises(ValueError, match="a turn from 'function_call' must be JSON with `name` and `arguments`"):
+        taught(tmp_path, [{"conversations": turns}])
+
+
+COLUMNS = {
+    "messages": [USER, ANSWER], "conversations": [USER, ANSWER], "prompt": "Sort 7:\n", "completion": "7",
+    "instruction": "Sort 7", "input": "9", "output": "7, 9", "history": [["a", "b"]], "system": "Be brief.",
+    "text": "3 + 4", "tools": [{"name": "now"}], "id": 7, "source": "web",
+}  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sets(st.sampled_from([*COLUMNS]), min_size=1))
+def test_each_column_is_in_the_text_or_named_as_not_read(names):
+    row = {name: COLUMNS[name] for name in names}
+    args = settings_of(Path("out"))
+    try:
+        reading = reading_of(Dataset.from_list([row]), "train", args)
+        read = read_example(row, "here", reading, keeps_nulls=True)
+    except ValueError as error:
+        assert "It needs `messages`" in str(error) or "both" in str(error)  # noqa: PT017
+        return
+    unread = unread_columns(row, reading)
+    shown = json.dumps([read.turns, read.tools]) if hasattr(read, "turns") else read.text
+    for name in names - set(unread):
+        value = COLUMNS[name]
+        for piece in (
+            re.findall(r'[^"\\\[\]{}]{3,}', json.dumps(value)) if isinstance(value, list) else [str(value).strip()]
+        ):
+            assert piece.strip(" ,:") in shown, name
+
+
+def test_columns_that_are_not_read_are_told_once_and_pictures_are_refused(tmp_path, caplog):
+    rows = [{"messages": [USER, ANSWER], "id": 1, "score": 0.5}] * 3
+    for streaming in (False, True):
+        caplog.clear()
+        trainer = trainer_on(tmp_path, rows_of(tmp_path, rows, streaming))
+        trainer.train()
+        assert caplog.text.count("these columns are not read: id, score") == 1
+    for name in ("image", "images", "videos", "audio"):
+        with pytest.raises(ValueError, match=f"has `{name}`, and only text is trained: leave the column out of"):
+            taught(tmp_path, [{"messages": [USER, ANSWER], name: ["a.png"]}])
+        assert taught(tmp_path, [{"messages": [USER, ANSWER], name: []}])
+
+
+def test_alpacas_columns_are_a_chat_also_from_a_csv_file_whose_cells_stay_text(tmp_path):
+    (tmp_path / "data.csv").write_text(
+        'instruction,input,output\n"Sort, please","9\n7",NA\nAdd,,007\n', encoding="utf-8"
+    )
+    for streaming in (False, True):
+        data = load(str(tmp_path / "data.csv"), streaming=streaming)
+        assert taught(tmp_path, data) == ["NA<|im_end|>", "007<|im_end|>"]
+    whole = taught(tmp_path, data, assistant_only_loss=False)
+    assert (
+        whole[0].startswith("<|im_start|>user\nSort, please\n\n9\n7<|im_end|>") and "user\nAdd<|im_end|>" in whole[1]
+    )
+    turns = json.dumps([USER, ANSWER]).replace('"', '""')
+    (tmp_path / "chats.csv").write_text(f'messages\n"{turns}"\n', encoding="utf-8")
+    assert taught(tmp_path, load(str(tmp_path / "chats.csv"))) == [ANSWER["content"] + "<|im_end|>"]
+    with pytest.raises(ValueError, match="`history` must be a list of \\[question, answer\\], got"):
+        taught(tmp_path, [{"instruction": "a", "output": "b", "history": [["x"]]}])
 
 
 # Files.
@@ -250,9 +367,9 @@ def test_the_settings_of_the_caller_stay_as_they_are(tmp_path):
 
 
 def test_a_model_without_a_pad_token_is_trained_with_the_end_token_or_the_one_that_is_asked_for(tmp_path):
-    for settings, pad in (({}, "<|im_end|>"), ({"pad_token": "<|endoftext|>"}, "<|endoftext|>")):
+    for how, pad in (({}, "<|im_end|>"), ({"pad_token": "<|endoftext|>"}, "<|endoftext|>")):
         tokenizer = tiny_tokenizer()
         tokenizer.pad_token = None
-        trainer = trainer_on(tmp_path, tokenizer=tokenizer, **settings)
+        trainer = trainer_on(tmp_path, tokenizer=tokenizer, **how)
         trainer.train()
         assert trainer.processing_class.pad_token == pad

@@ -3,17 +3,18 @@
 import json
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset
-from test_sft_trainer import CHATS
+from test_sft_trainer import CHATS, write_llama_like
 from tiny import tiny_model, write_checkpoint, write_stock_checkpoint
+from transformers.integrations import integration_utils
 from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
+from wedlm_hf.cli.options import DecodingOptions, LoadingOptions
 from wedlm_hf.training import train
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
 from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
@@ -144,11 +145,98 @@ def test_the_model_is_checked_before_the_data_are_read(tmp_path, monkeypatch):
     assert said(*words, stock, "--use_peft", "true").startswith(expected) and not (tmp_path / "out").exists()
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch):
-    monkeypatch.setattr(train, "run", Mock(side_effect=KeyboardInterrupt))
-    result = CliRunner().invoke(cli.app, ["train", "--dataset", "x.jsonl", *CPU])
-    assert result.exit_code == 130
-    assert result.stderr == "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"
+def test_a_model_with_the_template_of_llama_3_2_is_trained_as_it_is_and_with_chatml(tmp_path, chats):
+    write_checkpoint(tmp_path / "llama")
+    write_llama_like(tmp_path / "llama")
+    words = ["--eval_share=0", "--max_length=200"]
+    for more in ([], ["--chat_template_path", "chatml"]):
+        run("sft", str(tmp_path / "llama"), chats, tmp_path / f"out{len(more)}", *words, *more)
+    with pytest.raises(ValueError, match=r"'<\|im_end\|>'\) is not found in the vocabulary"):
+        run("sft", str(tmp_path / "llama"), chats, tmp_path / "no", *words, "--eos_token", "<|im_end|>")
+
+
+def test_ctrl_c_says_where_it_goes_on_and_promises_no_checkpoint_that_is_not_there(
+    tmp_path, checkpoint, chats, monkeypatch
+):
+    def stop(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.WeDLMSFTTrainer, "train", stop)
+    words = ["train", "--model", checkpoint, "--dataset", chats, "--output_dir", str(tmp_path / "out"), *CPU]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 130 and "No checkpoint was saved yet (`--save_steps` is 500)" in result.stderr
+    (tmp_path / "out" / "checkpoint-20").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-20" / "trainer_state.json").write_text("[1]")
+    result = CliRunner().invoke(cli.app, words)
+    assert "`--resume_from_checkpoint auto` goes on from checkpoint-20." in result.stderr
+
+
+def test_a_report_to_a_package_that_is_not_there_is_told_before_any_work(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("the data are read"))
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    words = ["--dataset", "x.jsonl", "--model_name_or_path", checkpoint, "--output_dir", str(tmp_path / "out"), *CPU]
+    line = said(*words, "--report_to", "tensorboard")
+    assert "TensorBoardCallback requires tensorboard to be installed" in line and "`--report_to none`" in line
+
+
+def test_help_shows_what_most_runs_need_and_help_all_the_rest(capsys):
+    shown = {}
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            main([word])
+        shown[word] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) < 190 < 600 < len(shown["--help_all"].splitlines())
+    for name in ("--dataset", "--eval_share", "--block_size", "--num_copies", "--learning_rate", "--use_peft"):
+        assert name in shown["--help"]
+    assert "--adam_beta1" not in shown["--help"] and "--help_all" in shown["--help"]
+
+
+def test_a_run_says_what_it_will_do_how_far_it_is_and_how_to_use_what_came_out(tmp_path, checkpoint, chats, capsys):
+    words = ["--eval_share=0.25", "--disable_tqdm=false", "--eval_strategy=steps", "--eval_steps=1"]
+    run("sft", checkpoint, chats, tmp_path / "out", *words, "--save_strategy=steps", "--save_steps=1")
+    printed = capsys.readouterr()
+    said_before = r"On the CPU, in float32: .*\n[\d,]+ tokens, [\d,]+ of them to learn, .* times in 2 steps\."
+    assert re.search(said_before, printed.err) and re.search(
+        r"takes [\d.]+ rows of a forward.* on this ma", printed.err
+    )
+    assert "masks" in printed.err and "tokens/forward" in printed.err
+    flat = " ".join(printed.out.split())
+    assert "tokens per forward on held-out prompts" in flat and "commands verify every token" in flat
+    assert f"wedlm generate 'YOUR QUESTION' --model {tmp_path / 'out'}" in printed.out
+    assert (tmp_path / "out" / "curve.png").stat().st_size > 5000
+    # What is published is complete; what is only resumed holds no code.
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "modeling_wedlm.py" in names and "_lock" not in names
+    assert not list((tmp_path / "out").glob("checkpoint-*/*_wedlm.py"))
+    stated = json.loads((tmp_path / "out" / "checkpoint-2" / "config.json").read_text())
+    assert "auto_map" not in stated and stated["masks_trained"]
+
+
+def test_commands_verify_unless_the_masks_are_ready_or_a_person_asks(tmp_path):
+    for stored, expected in (({}, "exact"), ({"masks_ready": False}, "exact"), ({"masks_ready": True}, None),
+                             ({"verification": "none"}, "none")):  # fmt: skip
+        folder = write_checkpoint(tmp_path / str(stored), **stored)
+        model, _ = LoadingOptions(dtype="float32").load(str(folder))
+        assert getattr(model.generation_config, "verification", None) == expected
+    assert "verification" not in DecodingOptions().keywords()
+    for asked in ({"entropy_threshold": 0.2}, {"distance_penalty": 0.1}, {"strategy": "block"}):
+        assert DecodingOptions(**asked).keywords()["verification"] == "none"
+    with pytest.raises(ValueError, match="`verification='exact'` goes with `strategy='wedlm'`"):
+        DecodingOptions(strategy="block", verification="exact").keywords()
+
+
+def test_the_card_of_a_lora_runs_and_names_no_path_of_this_machine(tmp_path, checkpoint, chats, monkeypatch):
+    for _ in range(2):  # PEFT adds its own to a card that is there
+        run("lora", checkpoint, chats, tmp_path / "lora", "--eval_share=0", "--save_strategy=steps", "--save_steps=1")
+    card = (tmp_path / "lora" / "README.md").read_text(encoding="utf-8")
+    assert str(tmp_path) not in card and "Framework versions" not in card and "None" not in card
+    assert "A LoRA for `model`" in card and "- train dataset: 16 examples" in card
+    (block,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(block.replace('".")', '"lora")').replace("=128", "=4"), {})
+    (tmp_path / "lora" / "README.md").write_text("# Mine\n")
+    run("lora", checkpoint, chats, tmp_path / "lora", "--eval_share=0")
+    assert (tmp_path / "lora" / "README.md").read_text() == "# Mine\n"
 
 
 def test_each_setting_and_default_of_the_documentation_is_the_configs():

@@ -1,5 +1,6 @@
 """`WeDLMSFTTrainer`: data of every kind, loss, evaluation, checkpoints, and what it refuses."""
 
+import json
 import logging
 import re
 from collections import defaultdict
@@ -8,12 +9,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import trl
 from datasets import Dataset, IterableDataset
 from dual_stream_oracle import IGNORE
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 
-from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
+from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer, sft_config
+from wedlm_hf.training.cpu import bf16_speedup
+from wedlm_hf.training.metrics import masks_are_ready
 from wedlm_hf.training.saving import newest_complete_checkpoint
 
 CHATS = [
@@ -50,6 +54,18 @@ def learnt_text(example: dict) -> str:
 
 def logged(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def write_llama_like(folder: Path) -> Path:
+    """Saves the tiny tokenizer with the names of Llama 3's tokens and Llama 3.2's template. Returns the folder."""
+    tiny_tokenizer().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / file).read_text().replace("<|im_start|>", "<|start_header_id|>")
+        text = text.replace("<|im_end|>", "<|eot_id|>")
+        (folder / file).write_text(text.replace('"eos_token"', '"bos_token": "<|start_header_id|>", "eos_token"'))
+    template = Path(trl.__file__).parent / "chat_templates" / "llama3_2.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text())
+    return folder
 
 
 def decoded(model, chat: list[dict] = CHATS[0], max_new_tokens: int = 12, **settings):
@@ -297,12 +313,54 @@ def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path)
         assert metrics[f"eval_{name}"] == pytest.approx(sum(numbers) / len(numbers), rel=1e-5), name
 
 
-def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
+def test_evaluation_decodes_prompts_as_a_user_would_and_says_whether_the_masks_are_ready(tmp_path):
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, eval_decoding_samples=3, eval_decoding_tokens=9)
     how = {"max_new_tokens": 9, "return_dict_in_generate": True}
-    stats = [decoded(tiny_model(), chat, **how).stats for chat in CHATS[:3]]
-    expected = sum(int(each.new_tokens) for each in stats) / sum(int(each.forwards) for each in stats)
-    assert trainer.evaluate()["eval_tokens_per_forward"] == pytest.approx(expected)
+    outputs = {
+        name: [decoded(tiny_model(), chat, **how, **settings) for chat in CHATS[:3]]
+        for name, settings in {"": {"verification": "exact", "slot_cost": 0.0}, "unverified_": {}}.items()
+    }
+    metrics = trainer.evaluate()
+    for name, answers in outputs.items():
+        new, forwards = (sum(int(getattr(each.stats, n)) for each in answers) for n in ("new_tokens", "forwards"))
+        assert metrics[f"eval_{name}tokens_per_forward"] == pytest.approx(new / forwards)
+    same = [torch.equal(a.sequences, b.sequences) for a, b in zip(*outputs.values(), strict=True)]
+    assert metrics["eval_unverified_as_ar"] == sum(same) / 3
+    trainer.save_model()
+    assert json.loads((tmp_path / "generation_config.json").read_text())["masks_ready"] is False
+
+
+@pytest.mark.parametrize(
+    ("same", "tokens", "ready"), [(1.0, 2.0, True), (0.9, 1.1, True), (0.8, 9.0, False), (1.0, 1.0, False)]
+)
+def test_masks_are_ready_where_nine_of_ten_answers_are_ars_in_fewer_forwards(same, tokens, ready):
+    assert masks_are_ready({"unverified_as_ar": same, "unverified_tokens_per_forward": tokens}) is ready
+
+
+def test_trls_own_trainer_says_which_one_to_take(tmp_path):
+    collator, how = DataCollatorForDualStreamMasking(tiny_tokenizer()), {"use_cpu": True, "report_to": "none"}
+    args = trl.SFTConfig(str(tmp_path), max_steps=1, bf16=False, remove_unused_columns=False, **how)
+    data = {"train_dataset": MESSAGES, "processing_class": tiny_tokenizer(), "data_collator": collator}
+    with pytest.raises(ValueError, match=r"TRL's `SFTTrainer` does it.* train with `WeDLMSFTTrainer`"):
+        trl.SFTTrainer(tiny_model(), args, **data).train()
+
+
+def test_a_cpu_trains_in_what_it_multiplies_faster_unless_it_is_told(monkeypatch):
+    assert bf16_speedup() > 0
+    for speed, chosen in ((3.0, True), (1.0, False), (0.1, False)):
+        monkeypatch.setattr(sft_config, "bf16_speedup", lambda speed=speed: speed)
+        assert WeDLMSFTConfig("x", use_cpu=True).bf16 is chosen
+        assert WeDLMSFTConfig("x", use_cpu=True, bf16=not chosen).bf16 is not chosen
+    if not torch.accelerator.is_available():
+        assert WeDLMSFTConfig("x", bf16=True).use_cpu  # which transformers would ask for
+
+
+def test_an_example_longer_than_the_models_positions_is_told_of_and_a_larger_limit_is_not(tmp_path, caplog):
+    trainer_on(tmp_path, max_length=4000)
+    assert "positions" not in caplog.text
+    trainer_on(tmp_path, max_length=4000, model=tiny_model(max_position_embeddings=30))
+    assert "tokens with its end tokens, and the model 30 positions: a smaller `max_length`" in caplog.text
+    assert "[RANK" not in caplog.text
 
 
 # What is refused.
@@ -338,21 +396,30 @@ def test_settings_or_a_tokenizer_of_another_kind_are_refused(tmp_path):
         trainer_on(tmp_path, tokenizer="tokenizer")
 
 
-def test_a_template_or_an_end_token_that_does_not_say_what_the_assistant_wrote_is_refused(tmp_path):
+def test_what_is_advised_for_a_template_that_teaches_no_end_works(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"has no \{% generation %\} markers.*chat_template_path='chatml'"):
+    with pytest.raises(ValueError, match=r"would never learn to stop\. .*\(`chat_template_path='chatml'`\)"):
         trainer_on(tmp_path, tokenizer=tokenizer)
-    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")  # ours, if asked for
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")
     assert learnt_text(trainer.train_dataset[0]) == LEARNT
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"There is no chat template.*chat_template_path='chatml'"):
-        trainer_on(tmp_path, tokenizer=tokenizer)
+    for how in ({}, {"assistant_only_loss": False}):
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match=r"has no chat template: pass one as `chat_template_path` \('chatml' is"):
+            trainer_on(tmp_path, tokenizer=tokenizer, **how)
+        trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml", **how)
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "<|im_start|>"
-    with pytest.raises(ValueError, match=r"No response .* ends in the end token '<\|im_start\|>'.*as `eos_token`"):
+    with pytest.raises(ValueError, match=r"ends in the end token '<\|im_start\|>'.*`eos_token='<\|im_end\|>'`"):
         trainer_on(tmp_path, tokenizer=tokenizer)
     trainer = trainer_on(tmp_path, tokenizer=tokenizer, eos_token="<|im_end|>")
+    assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
+
+
+def test_chatml_ends_turns_in_the_end_token_of_a_vocabulary_that_has_no_other(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_llama_like(tmp_path / "llama"))
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]).count("<|eot_id|>") == 2
     assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
 
 
