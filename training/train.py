@@ -115,7 +115,8 @@ def run(
             metrics = trainer.evaluate() if eval_dataset is not None else {}
         except KeyboardInterrupt:
             progress.close()
-            console.print(_stopped(args), highlight=False, soft_wrap=True)
+            if is_writer:
+                console.print(_stopped(args), highlight=False, soft_wrap=True)
             raise
         finally:
             progress.close()

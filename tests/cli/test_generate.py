@@ -27,7 +27,8 @@ LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability",
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), suppress_tokens=[MASK], entropy_threshold=2.0)
+    stored = {"suppress_tokens": [MASK], "entropy_threshold": 2.0, "masks_ready": True}
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), **stored)
 
 
 @pytest.fixture
