@@ -68,7 +68,7 @@ def decode(
     for prompt in track(prompts, title):
         ids = torch.tensor([prompt], device=device)
         mask = torch.ones_like(ids)
-        exact = model.generate(ids, attention_mask=mask, verification="exact", slot_cost=0.0, **how)
+        exact = model.generate(ids, attention_mask=mask, verification="exact", window_size=None, slot_cost=0.0, **how)
         free = model.generate(ids, attention_mask=mask, verification="none", **how)
         sums["tokens"] += int(exact.stats.new_tokens.sum())
         sums["forwards"] += int(exact.stats.forwards.sum())

@@ -6,6 +6,8 @@ import math
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -136,7 +138,8 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
         ours = [DynamicMaskingCallback(), _EveryPassSteps()]
-        super().__init__(model, parents, callbacks=[*ours, *(callbacks or [])], **data, **rest)
+        with _older_names():
+            super().__init__(model, parents, callbacks=[*ours, *(callbacks or [])], **data, **rest)
         self.args.assistant_only_loss = args.assistant_only_loss
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
@@ -282,8 +285,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         if not prompts or not self.args.eval_decoding_tokens:
             return {}
         title = "Decoding held-out prompts" if self.is_world_process_zero() and not self.args.disable_tqdm else ""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # by which TRL switches it
+        with _older_names():
             unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
             with unwrapped as model, self.accelerator.autocast():
                 metrics = decode(model, prompts, self.args.eval_decoding_tokens, self.accelerator.device, title)
@@ -346,7 +348,8 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""
         self._log_time = time.perf_counter()
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        with _older_names():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()
         return output
 
@@ -354,6 +357,14 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         """The parent's, which also compares the adapters."""
         super().check_checkpoint(checkpoint)
         check_same_adapter(checkpoint, getattr(self.model, "peft_config", {}))
+
+
+@contextmanager
+def _older_names() -> Iterator[None]:
+    """Inside, transformers does not warn of the names by which TRL and PEFT switch activation checkpointing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _by_name(eval_dataset: Any) -> dict[str, Any]:
