@@ -308,6 +308,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
             return
         if _internal_call and not self.args.push_to_hub:
             remove_hub_files(file.parent)
+        if _internal_call and is_ours and not self.args.push_to_hub:
             file.unlink(missing_ok=True)
         elif is_ours:
             self._write_card(file.parent)
