@@ -27,9 +27,9 @@ import json, os, sys
 from pydantic import BaseModel, Field
 address, question = os.environ["OPENAI_BASE_URL"], {QUESTION!r}
 messages = [{{"role": "user", "content": question}}]
-class Number(BaseModel):
+class Number(BaseModel, extra="forbid"):
     value: int = Field(ge=0, le=99)  # else a small model may write digits until its context is full
-class Add(BaseModel):
+class Add(BaseModel, extra="forbid"):
     "Adds numbers."
     a: int = Field(ge=0, le=99)
     b: int = Field(ge=0, le=99)
