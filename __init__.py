@@ -7,6 +7,7 @@ The four sub-packages are the library: `modeling_wedlm` (model, conversion, Hub 
 `wedlm` reads its words first: it registers what it needs when it runs.
 """
 
+import logging
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,7 +81,13 @@ def register() -> None:
     """Makes the model known to the Auto classes of transformers, and mask adapters to PEFT where it is installed."""
     import_module(".modeling_wedlm", __name__)
     if find_spec("peft") is not None:
-        import_module(".adapters.peft_method", __name__)
+        others = logging.getLogger("bitsandbytes")
+        level = others.level
+        others.setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel that nobody has asked for
+        try:
+            import_module(".adapters.peft_method", __name__)
+        finally:
+            others.setLevel(level)
 
 
 if __name__ == "wedlm_hf" and "wedlm_cli" not in sys.modules:  # not where pytest imports this file by another name
