@@ -85,7 +85,7 @@ def _probe(model: Any, config: Any) -> torch.Tensor:
     return torch.tensor([tokens], device=model.device)
 
 
-def _tables(model: Any) -> tuple[nn.Module, nn.Module]:
+def _tables(model: Any) -> tuple[Any, Any]:
     """The embeddings and the head, without what PEFT puts around them."""
     embeddings, head = (
         module.get_base_layer() if hasattr(module, "get_base_layer") else module
