@@ -1,4 +1,4 @@
-"""Settings for every test, made before transformers is imported: no network, one thread, an empty Hub code cache."""
+"""Settings for every test, made before transformers is imported: no network, one thread, empty caches."""
 
 import gc
 import os
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-_HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
+_CACHE = tempfile.TemporaryDirectory(prefix="cache-")  # one for each test process; removed at exit
 
 # Worker processes find the shared helpers where pytest does (`pythonpath` in setup.cfg).
 FOLDERS = ("", "adapters", "oracles", "generation", "training", "../examples/wedlm-nano")
 PYTHONPATH = [str(Path(__file__).parent / name) for name in FOLDERS] + [os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PYTHONPATH))
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
+os.environ["HF_MODULES_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE.name  # the user's own stays as it is
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))  # a list of fonts takes seconds
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -146,10 +146,11 @@ def test_verified_text_is_ars_on_the_same_packed_layers(bits, rows):
         assert verified.equal(model.generate(ids, **options))
 
 
-def test_four_bits_are_tried_only_for_weights_that_a_file_held_so(monkeypatch):
+def test_four_bits_are_tried_only_for_weights_that_a_file_held_so(monkeypatch, tmp_path):
     from wedlm_hf.checkpoints import packed
 
     offered = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is remembered
     monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1)
     monkeypatch.setattr(packed, "_seconds", lambda formats: offered.append([*formats]) or dict.fromkeys(formats, 1.0))
     model = tiny()
