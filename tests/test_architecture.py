@@ -250,7 +250,7 @@ def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
     pinned, extras = pins_of("requirements-lowest.txt"), {*SETUP["options.extras_require"]} - {"docs", "vllm"}
     for each in requirements(*extras):
         if each.name != SETUP["metadata"]["name"]:
-            (lowest,) = [bound.version for bound in each.specifier if bound.operator == ">="]
+            (lowest,) = [bound.version for bound in each.specifier if bound.operator in (">=", "==")]
             assert lowest in pinned[canonicalize_name(each.name)].specifier, each
 
 

@@ -1,0 +1,71 @@
+"""Data of examples/real-wedlm: the same on every machine, and what is held out never occurs in training."""
+
+import json
+import sys
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from wedlm_hf.eval.metrics import judge
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "real-wedlm"))
+import data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few():
+    """Training that draws from fewer problems: what is held out of it is found in the same way."""
+    before, data.TRAIN_COUNT = data.TRAIN_COUNT, 400
+    data._learnt.cache_clear()
+    yield
+    data.TRAIN_COUNT = before
+    data._learnt.cache_clear()
+
+
+def test_the_texts_are_those_of_the_weights_and_others_are_refused(monkeypatch):
+    data.check()
+    monkeypatch.setattr(data, "DIGEST", "0" * 64)
+    with pytest.raises(
+        ValueError, match=r"write other problems than those of the published weights: `pip install reas"
+    ):
+        data.check()
+
+
+@pytest.mark.parametrize("task", data.TASKS)
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_held_out_problems_depend_on_their_seed_alone_and_never_occur_in_training(task, seed):
+    problems, learnt = data.held_out_problems(task, 40, seed), {each.question for each in data.training_problems(task)}
+    assert problems == data.held_out_problems(task, 40, seed) and problems[:10] == data.held_out_problems(
+        task, 10, seed
+    )
+    assert len({each.question for each in problems}) == 40 and not learnt & {each.question for each in problems}
+    assert problems != data.held_out_problems(task, 40, seed + 1)
+
+
+def test_answers_are_right_by_the_metric_that_judges_them_and_change_with_their_problem():
+    for task, metric in {"extraction": "json", "reasoning": "number"}.items():
+        problems = data.held_out_problems(task, 60, 3)
+        assert all(judge(metric)(each.answer, [each.answer]) == 1 for each in problems)
+        wrong = [judge(metric)(other.answer, [each.answer]) for each, other in pairwise(problems)]
+        assert sum(wrong) <= 0.2 * len(wrong)  # small numbers repeat
+
+
+def test_an_extraction_can_be_read_in_its_text():
+    kinds = set()
+    for problem in islice(data.training_problems("extraction"), 200):
+        wanted = json.loads(problem.answer)
+        kinds.add(tuple(wanted))
+        for key, value in wanted.items():
+            is_date = isinstance(value, str) and value.startswith("202") and value.count("-") == 2
+            texts = [value] if isinstance(value, str) and not is_date else []
+            texts += [item["product"] for item in value] if isinstance(value, list) else []
+            assert all(text in problem.question for text in texts), (key, problem)
+    assert len(kinds) == len(data.KINDS)
+
+
+def test_bad_requests_are_refused():
+    with pytest.raises(ValueError, match="`task` must be one of"):
+        data.held_out_problems("poetry", 1, 0)
+    with pytest.raises(ValueError, match="`count` must be at least 1, got 0"):
+        data.held_out_problems("reasoning", 0, 0)
