@@ -46,7 +46,7 @@ SHOWN |= {"tokens_per_second": "tokens per second"}
 def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Keywords of `generate` by name; `model` among them."""
     found = {
-        "sft ar": {"model": models["sft"], "strategy": "ar"},
+        "sft ar": {"model": models["sft"]},  # a stock class, which knows no strategy
         "sft+adapter exact": {"model": models["sft+adapter"], **DECODERS[EXACT]},
         "wedlm ar": {"model": models["wedlm"], "strategy": "ar"},
         "wedlm exact": {"model": models["wedlm"], **DECODERS[EXACT]},

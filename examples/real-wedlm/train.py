@@ -50,6 +50,7 @@ BOTH: dict[str, Any] = {
     "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_train_epochs": 1, "max_length": 512,
     "save_strategy": "steps", "save_steps": 25, "save_total_limit": 2, "logging_steps": 5, "report_to": "none",
+    "disable_tqdm": True,
 }  # fmt: skip
 MASKS: dict[str, Any] = {
     "block_size": 16, "suffix_probability": 0.7, "num_copies": 2, "ratio_sampler": "stratified", "num_eos": 4,
@@ -161,14 +162,17 @@ def train(method: str, tasks: tuple[str, ...], folder: Path, minutes: float, see
 
 
 def whole_model(method: str, lora: Path, folder: Path) -> Path:
-    """The base with a LoRA merged into it, written once."""
+    """The base with a LoRA merged into it, written where it is missing or older than the LoRA."""
     wanted = folder / f"{method}-model"
-    if not (wanted / "config.json").exists():
+    written, made = wanted / "model.safetensors", lora / "adapter_model.safetensors"
+    if not written.exists() or written.stat().st_mtime < made.stat().st_mtime:
         tokenizer = AutoTokenizer.from_pretrained(base(folder))
         model: Any = WeDLMForCausalLM.from_pretrained(base(folder), dtype=torch.float32)
         if method == "sft":
             model = load_model(str(fetch(FOLDER)), dtype=torch.float32)
         merged = PeftModel.from_pretrained(model, lora).merge_and_unload()
+        if method == "wedlm":
+            merged.config.masks_trained = True  # which the base's are not
         tokenizer.save_pretrained(wanted)
         merged.save_pretrained(wanted)
     return wanted
