@@ -3,7 +3,8 @@
     python benchmarks/served_requests.py --requests 1000 --clients 150
 
 Clients send fields that are null, odd or huge, seeds beside none, bytes that are no character, and go away in the
-middle. Every answer that a request determines is compared with that of `generate`; memory is looked at in between.
+middle. Every answer that a request determines is compared with that of `generate`, and asked for whole and streamed;
+memory is looked at in between.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def request(chance: random.Random) -> tuple[str, dict[str, Any], str]:
     `leaves`."""
     decoder, text = chance.choice(DECODERS), question(chance)
     kind = chance.choices(
-        ["plain", "sampled", "field", "broken", "leaves", "bytes", "json"], [30, 8, 14, 4, 33, 7, 4]
+        ["plain", "sampled", "field", "broken", "leaves", "bytes", "json"],
+        [30, 8, 14, 4, 50, 7, 4],  # a third leaves: each that determines its answer is asked twice
     )[0]
     messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": chance.choice([4, 16, 40]), "stream": chance.random() < 0.5, **decoder}
@@ -121,6 +123,16 @@ def expected(model: Any, tokenizer: Any, path: str, body: dict[str, Any]) -> str
     return str(text[: min((place for place in places if place >= 0), default=len(text))])
 
 
+def with_twins(asked: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, dict[str, Any], str]]:
+    """The requests, each that determines its answer followed by its twin: streamed if it is whole, else whole."""
+    found = []
+    for path, body, kind in asked:
+        found.append((path, body, kind))
+        if kind == "same":
+            found.append((path, body | {"stream": not body["stream"]}, kind))
+    return found
+
+
 def memory() -> float:
     """MiB that this process holds."""
     gc.collect()
@@ -144,7 +156,7 @@ def main() -> None:
     thread.start()
     port = door.getsockname()[1]
     chance = random.Random(options.seed)
-    asked = [request(chance) for _ in range(options.requests)]
+    asked = with_twins([request(chance) for _ in range(options.requests)])[: options.requests]
     found: list[Any] = []
     for start in range(0, len(asked), 200):
         with ThreadPoolExecutor(options.clients) as pool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
-from .calls import RequestError, as_request_error
+from .calls import Asked, RequestError, as_request_error
 from .endpoints import ChatEndpoint
 from .responses import ChatResponse
 
@@ -18,6 +18,13 @@ NO_DEMANDS: dict[str, tuple[Any, ...]] = {
     "context_management": ([],), "moderation": (),
 }  # fmt: skip
 UNUSED = ("prompt_cache_options", "prompt_cache_retention", "stream_options")
+
+# Items that come in parts: their own fields, and the part that their text is in.
+OWN_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
 
 
 def as_chat(body: Any) -> dict[str, Any]:
@@ -33,7 +40,7 @@ def as_chat(body: Any) -> dict[str, Any]:
     if wrong := next((name for name in CHAT_ONLY if name in body), None):
         raise RequestError(f"`{wrong}` is not a field of this endpoint.", param=wrong)
     try:
-        chat = {"messages": _messages(body.pop("instructions", None), body.pop("input", None))}
+        chat: dict[str, Any] = {"messages": _messages(body.pop("instructions", None), body.pop("input", None))}
         if "max_output_tokens" in body:
             chat["max_completion_tokens"] = body.pop("max_output_tokens")
         if (effort := body.pop("reasoning", {}).get("effort")) is not None:
@@ -43,10 +50,8 @@ def as_chat(body: Any) -> dict[str, Any]:
             raise RequestError("`text.verbosity` is not supported by this server.", param="text.verbosity")
         wanted = style.get("format") or {"type": "text"}
         if wanted["type"] == "json_schema":
-            rest = {name: value for name, value in wanted.items() if name != "type"}
-            wanted = {"type": "json_schema", "json_schema": rest}
-        if wanted != {"type": "text"}:
-            chat["response_format"] = wanted
+            wanted = {"type": "json_schema", "json_schema": _without(wanted, "type")}
+        chat["response_format"] = wanted
         if tools := body.pop("tools", None):
             chat["tools"] = [{"type": tool["type"], "function": _without(tool, "type")} for tool in tools]
         if isinstance(choice := body.pop("tool_choice", "auto"), dict):
@@ -169,7 +174,7 @@ class ItemsResponse(ChatResponse):
             is_open = False
         if item is None:
             if not self.items:
-                yield from self._open("message", role="assistant", content=[])
+                yield from self._open("message", content=[], **OWN_FIELDS["message"])
                 yield from self._close()
         elif isinstance(item, ToolCall):
             call_id = f"{self.about['id']}_tool_call_{len(self.items)}"
@@ -182,34 +187,33 @@ class ItemsResponse(ChatResponse):
             yield from self._close()
         else:
             if not is_open:
-                more = {"role": "assistant"} if kind == "message" else {"summary": []}
-                yield from self._open(kind or "", content=[], **more)
-            self.items[-1]["content"][0]["text"] += item
-            name, more = ("reasoning_text", {}) if kind == "reasoning" else ("output_text", {"logprobs": []})
-            yield self._event(f"response.{name}.delta", **self._place(), content_index=0, delta=str(item), **more)
+                yield from self._open(kind or "", content=[], **OWN_FIELDS[kind or ""])
+            part = self.items[-1]["content"][0]
+            part["text"] += item
+            yield self._event(f"response.{part['type']}.delta", **self._part_place(part), delta=str(item))
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _part_place(self, part: dict[str, Any]) -> dict[str, Any]:
+        more = {"logprobs": []} if "logprobs" in part else {}
+        return self._place() | {"content_index": 0} | more
 
     def _open(self, kind: str, **fields: Any) -> Iterator[str]:
         number = len(self.items)
         self.items.append({"id": f"{self.about['id']}_{number}", "type": kind, "status": "in_progress", **fields})
         yield self._event("response.output_item.added", output_index=number, item=self.items[-1])
-        if kind == "message":
-            self.items[-1]["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        elif kind == "reasoning":
-            self.items[-1]["content"] = [{"type": "reasoning_text", "text": ""}]
-        if kind != "function_call":
-            part = self.items[-1]["content"][0]
+        if kind in PARTS:
+            part = dict(PARTS[kind])
+            self.items[-1]["content"] = [part]
             yield self._event("response.content_part.added", **self._place(), content_index=0, part=part)
 
     def _close(self) -> Iterator[str]:
         item, place = self.items[-1], self._place()
         item["status"] = "completed"
-        if item["type"] != "function_call":
+        if item["type"] in PARTS:
             part = item["content"][0]
-            name, more = ("output_text", {"logprobs": []}) if item["type"] == "message" else ("reasoning_text", {})
-            yield self._event(f"response.{name}.done", **place, content_index=0, text=part["text"], **more)
+            yield self._event(f"response.{part['type']}.done", **self._part_place(part), text=part["text"])
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
@@ -219,11 +223,14 @@ class ItemsEndpoint(ChatEndpoint):
 
     response = ItemsResponse
 
-    def _request(self, fields: Any) -> Any:
-        chat = as_chat(fields)
+    def read(self, body: bytes) -> tuple[Any, list[Asked]]:
+        """See [`Endpoint.read`]."""
         try:
-            return super()._request(chat)
+            return super().read(body)
         except RequestError as error:
             if error.param and error.param.startswith("messages"):
                 error.param = "input"
             raise
+
+    def _request(self, fields: Any) -> Any:
+        return super()._request(as_chat(fields))

@@ -80,7 +80,7 @@ class MessageParser(ResponseParser):
         self._pieces: list[Piece] = []
         self._begin = self._offset = 0  # of the open region, with its delimiter; of the answer
         self._is_cut = self._has_pieces = False
-        self._template, self._special = template, special
+        self._special = special
         super().__init__(template, prefix=prefix, **known_to(ResponseParser.__init__, tools=tools))
         self._offset = len(self._buffer)
         self._pieces.clear()
@@ -99,7 +99,7 @@ class MessageParser(ResponseParser):
         """Takes the end; `is_cut`: there was no room for more."""
         self._is_cut = is_cut
         self.finalize()
-        if self._template.implicit is None and not (self._pieces or self._has_pieces):  # all of it in no field
+        if self._spec.implicit is None and not (self._pieces or self._has_pieces):  # all of it in no field
             self._add(self._buffer[self._offset :])
         return self._take()
 
@@ -132,7 +132,7 @@ class MessageParser(ResponseParser):
     @property
     def _is_structured(self) -> bool:
         """Whether the open region's text has a meaning only as a whole."""
-        field = self._current and self._template.fields[self._current]
+        field = self._current and self._spec.fields[self._current]
         return bool(field and field.content not in STREAMABLE_PARSERS)
 
     def _add(self, item: Any, end: int | None = None) -> None:

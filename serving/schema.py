@@ -167,7 +167,11 @@ class _Message(BaseModel):
         if not isinstance(message, dict):
             return message
         nothing: tuple[Any, ...] = (None, "", [], {})
-        message = {name: value for name, value in message.items() if value is not False and value not in nothing}
+        message = {
+            name: value
+            for name, value in message.items()
+            if value not in nothing and (value is not False or name == "content")
+        }
         if call := message.pop("function_call", None):  # what OpenAI's API had before tools
             message["tool_calls"] = [*message.get("tool_calls", []), {"type": "function", "function": call}]
         return message

@@ -47,6 +47,7 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
     ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "must be a text or a list of parts", "messages.0.content"),
+    ({"messages": [{"role": "user", "content": False}]}, "must be a text or a list of parts", "messages.0.content"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
     ({"messages": ...}, "`messages` is missing", "messages"),
     (b"{", "JSON object", None),
@@ -72,6 +73,13 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_openais_form_and_names_
         assert status == (404 if param == "model" else 400)
         assert (error["type"], said in error["message"]) == ("invalid_request_error", True), error
         assert param is None or error["param"] == param
+
+
+@pytest.mark.parametrize("content", ["x" * 10**6, "1, " * 600, [IMAGE]], ids=["characters", "tokens", "image"])
+def test_responses_name_the_field_that_they_have(server, content):
+    assert (
+        refusal(server, {"input": [{"role": "user", "content": content}]}, path="v1/responses")[1]["param"] == "input"
+    )
 
 
 @pytest.fixture(scope="module")
