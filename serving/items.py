@@ -39,30 +39,37 @@ def as_chat(body: Any) -> dict[str, Any]:
             raise RequestError(f"`{name}` is not supported by this server.", param=name)
     if wrong := next((name for name in CHAT_ONLY if name in body), None):
         raise RequestError(f"`{wrong}` is not a field of this endpoint.", param=wrong)
-    try:
-        chat: dict[str, Any] = {"messages": _messages(body.pop("instructions", None), body.pop("input", None))}
-        if "max_output_tokens" in body:
-            chat["max_completion_tokens"] = body.pop("max_output_tokens")
-        if (effort := body.pop("reasoning", {}).get("effort")) is not None:
-            chat["reasoning_effort"] = effort
-        style = body.pop("text", {})
-        if style.get("verbosity") not in (None, "medium"):
-            raise RequestError("`text.verbosity` is not supported by this server.", param="text.verbosity")
-        wanted = style.get("format") or {"type": "text"}
-        if wanted["type"] == "json_schema":
-            wanted = {"type": "json_schema", "json_schema": _without(wanted, "type")}
-        chat["response_format"] = wanted
-        if tools := body.pop("tools", None):
-            chat["tools"] = [{"type": tool["type"], "function": _without(tool, "type")} for tool in tools]
-        if isinstance(choice := body.pop("tool_choice", "auto"), dict):
-            choice = {"type": choice["type"], "function": _without(choice, "type")}
-        return chat | {"tool_choice": choice} | body
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RequestError(f"The request is none of the Responses API: {type(error).__name__}: {error}.") from None
+    chat: dict[str, Any] = {"messages": _messages(body.pop("instructions", None), body.pop("input", None))}
+    if "max_output_tokens" in body:
+        chat["max_completion_tokens"] = body.pop("max_output_tokens")
+    if (effort := _object(body.pop("reasoning", {}), "reasoning").get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    style = _object(body.pop("text", {}), "text")
+    if style.get("verbosity") not in (None, "medium"):
+        raise RequestError("`text.verbosity` is not supported by this server.", param="text.verbosity")
+    wanted = _object(style.get("format") or {"type": "text"}, "text.format")
+    if wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": _without(wanted, "type")}
+    chat["response_format"] = wanted
+    if isinstance(tools := body.get("tools"), list):
+        body["tools"] = [_with_function(_object(tool, f"tools.{number}")) for number, tool in enumerate(tools)]
+    if isinstance(choice := body.get("tool_choice"), dict):
+        body["tool_choice"] = _with_function(choice)
+    return chat | body
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"`{field}` must be an object, got {value!r:.80}.", param=field)
+    return value
 
 
 def _without(value: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: part for key, part in value.items() if key != name and part is not None}
+
+
+def _with_function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": tool.get("type"), "function": _without(tool, "type")}
 
 
 def _messages(instructions: str | None, items: Any) -> list[dict[str, Any]]:
@@ -73,28 +80,28 @@ def _messages(instructions: str | None, items: Any) -> list[dict[str, Any]]:
         raise RequestError("`input` must be a text or a list of items.", param="input")
     thoughts = ""
     for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "reasoning":  # it belongs to what follows
-            thoughts += "".join(part["text"] for part in item.get("content") or [])
-            continue
-        if kind == "message":
-            message = _without(item, "type") | {"id": None, "status": None, "phase": None}
-        elif kind == "function_call":
-            call = {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {key: item[key] for key in ("name", "arguments")},
-            }
-            if messages and messages[-1]["role"] == "assistant" and not thoughts:
-                messages[-1].setdefault("tool_calls", []).append(call)
+        kind = _object(item, f"input.{number}").get("type", "message")
+        try:
+            if kind == "reasoning":  # it belongs to what follows
+                thoughts += "".join(part["text"] for part in item.get("content") or [])
                 continue
-            message = {"role": "assistant", "tool_calls": [call]}
-        elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-        else:
-            raise RequestError(f"`input.{number}`: items of the type {kind!r} are not supported.", param="input")
-        if thoughts and message["role"] == "assistant":
-            message["reasoning_content"], thoughts = thoughts, ""
+            if kind == "message":
+                message = _without(item, "type") | {"id": None, "status": None, "phase": None}
+            elif kind == "function_call":
+                function = {key: item[key] for key in ("name", "arguments")}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                if messages and messages[-1]["role"] == "assistant" and not thoughts:
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                    continue
+                message = {"role": "assistant", "tool_calls": [call]}
+            elif kind == "function_call_output":
+                message = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            else:
+                raise RequestError(f"`input.{number}`: items of the type {kind!r} are not supported.", param="input")
+            if thoughts and message["role"] == "assistant":
+                message["reasoning_content"], thoughts = thoughts, ""
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RequestError(f"`input.{number}` is no item of the Responses API: {error}.", param="input") from None
         messages.append(message)
     return messages
 

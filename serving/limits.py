@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ MOST_LINES = 2**20  # that a chat template may run: about a second
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
 LINES_IN_A_ROW = 256  # then other threads have their turn, which else would wait 5 ms for each of theirs
 PATIENCE = 30  # seconds for a trial on a machine that is busy
+TRIALS = 4  # at a time
 
 # Making a grammar may take minutes and gigabytes, and no thread can be ended: it is tried where that is possible.
 # The numbers are seconds and bytes; there is no `resource` on Windows.
@@ -27,6 +29,8 @@ from llguidance import LLMatcher, LLTokenizer
 grammar = LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode())
 LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_bitmask()
 """
+
+_turns = threading.BoundedSemaphore(TRIALS)
 
 
 @contextmanager
@@ -57,6 +61,8 @@ def can_be_built(schema: str) -> bool:
     that is wrong can be refused as fast."""
     try:
         command = [sys.executable, "-I", "-c", TRIAL]
-        return subprocess.run(command, input=schema.encode(), capture_output=True, timeout=PATIENCE).returncode >= 0
+        with _turns:
+            done = subprocess.run(command, input=schema.encode(), capture_output=True, timeout=PATIENCE)
+        return done.returncode >= 0
     except subprocess.TimeoutExpired:
         return False

@@ -7,6 +7,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -14,6 +15,7 @@ from served import CHAT, IMAGE, NAME, Server, post, refusal
 from tiny import tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from wedlm_hf.serving import limits
 from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError, as_request_error
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
@@ -75,11 +77,22 @@ def test_a_request_that_cannot_be_honoured_is_refused_in_openais_form_and_names_
         assert param is None or error["param"] == param
 
 
-@pytest.mark.parametrize("content", ["x" * 10**6, "1, " * 600, [IMAGE]], ids=["characters", "tokens", "image"])
-def test_responses_name_the_field_that_they_have(server, content):
-    assert (
-        refusal(server, {"input": [{"role": "user", "content": content}]}, path="v1/responses")[1]["param"] == "input"
-    )
+@pytest.mark.parametrize(("asked", "param"), [
+    ({"input": "x" * 10**6}, "input"), ({"input": "1, " * 600}, "input"),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input"), ({"input": [5]}, "input.0"), ({"input": 5}, "input"),
+    ({"input": [{"content": "?"}]}, "input"), ({"input": [{"type": "function_call"}]}, "input"),
+    ({"input": [{"role": "assistant", "content": "Hi", "tool_calls": 5},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input"),
+    ({"input": [{"type": "reasoning", "content": [5]}]}, "input"), ({"input": [{"type": "image"}]}, "input"),
+    ({"text": 5}, "text"), ({"text": {"format": "x"}}, "text.format"), ({"reasoning": "high"}, "reasoning"),
+    ({"tools": [5]}, "tools.0"), ({"tools": {"a": 1}}, "tools"), ({"tool_choice": {}}, "tool_choice"),
+    ({"background": True}, "background"), ({"n": 2}, "n"),
+], ids=lambda value: str(value)[:50])  # fmt: skip
+def test_responses_name_the_field_that_they_have(server, asked, param):
+    status, error = refusal(server, {"input": "Hi", "max_output_tokens": 2} | asked, path="v1/responses")
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] is not None and error["param"].startswith(param), error
+    assert "Error:" not in error["message"]
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +265,22 @@ def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
         deep = json.loads('{"items":' * 200 + "{}" + "}" * 200)
         form = {"type": "json_schema", "json_schema": {"schema": deep}}
         assert refusal(server, asked | {"response_format": form})[0] == 400
+
+
+def test_few_grammars_are_tried_at_a_time_as_each_may_take_a_gigabyte(monkeypatch):
+    running, most = [], []
+
+    def run(*args, **options):
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(limits.subprocess, "run", run)
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(limits.can_be_built, ["{}"] * 24))
+    assert 1 < max(most) <= limits.TRIALS
 
 
 def test_a_request_of_many_answers_lets_others_in(model, tokenizer):
