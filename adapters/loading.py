@@ -98,14 +98,15 @@ def _warn_of_uno(adapter: str | os.PathLike[str]) -> None:
 def _find_uno(name: str) -> tuple[str, dict[str, str]]:
     """Folder or Hub id of an Uno adapter, and where in it: a bundle has the base at the root and the adapter in
     `adapter`. Raises `OSError` or `ValueError` where there is none."""
+    errors: list[OSError] = []
     for subfolder in ("", "adapter"):
         try:
             found = find_checkpoint(name, file=ADAPTER_FILE, subfolder=subfolder)
             if find_file(name, ADAPTER_FILE, is_needed=False, **found) is not None:
                 return name, {"subfolder": subfolder} if subfolder else {}
         except OSError as error:
-            missing = error
-    raise missing
+            errors.append(error)
+    raise errors[0] if errors else FileNotFoundError(f"There is no adapter in {name!r}: it has no {ADAPTER_FILE}.")
 
 
 def _base_and_adapters(

@@ -89,6 +89,8 @@ class StoredUnoAdapter:
             ValueError: for a LoRA that Uno's are not, and for weights that do not fit the config.
         """
         what = f"The adapter {os.fspath(name)!r}"
+        if "r" not in config:
+            raise ValueError(f"{os.fspath(name)!r} is no mask adapter: its `peft_type` is 'LORA', without a rank `r`.")
         rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
         if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
             raise ValueError(f"{what} must state a rank and a scale, got `r` {rank!r} and `lora_alpha` {alpha!r}.")

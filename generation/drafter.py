@@ -299,7 +299,8 @@ def make_drafter(model: Any, sampler: TokenSampler, end_tokens: frozenset[int], 
         run, root_hidden = model.mask_run, model.root_hidden if model.drafts_from_root else None
         sources.append(AdapterMasks(sampler, model, children, PATHS if has_branches else 1))
         if has_branches and root_hidden is not None and (shortlist := model.root_shortlist()) is not None:
-            sources.append(RootState(sampler, model.config, *shortlist, children))
+            tokens, score = shortlist
+            sources.append(RootState(sampler, model.config, tokens, score, children))
     else:
         sources.append(OwnMasks(sampler, children))
     if has_branches:

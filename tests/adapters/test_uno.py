@@ -20,6 +20,7 @@ from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.adapters.uno import DEPTH, NoiseRun
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.drafter import AdapterMasks
+from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 
 RANK, ALPHA, MASK = 4, 64, 300
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -28,7 +29,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied, grouped": {"tie_word_embeddings": False, "num_key_value_heads": 1},
     "biases": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
 }
-VERIFIED = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.01}
+EXACT = {"strategy": "wedlm", "verification": "exact"}
+VERIFIED = EXACT | {"slot_cost": 0.01}
+WAYS: dict[str, dict[str, Any]] = {
+    "planned": VERIFIED,
+    "never drafts": EXACT | {"slot_cost": 1e6},
+    "window of one": EXACT | {"window_size": 1},
+    "window of four": EXACT | {"window_size": 4},
+    "static cache": EXACT | {"window_size": 4, "cache_implementation": "static", "disable_compile": True},
+}
 PROMPTS = [[5, 6, 7, 8], [9, 4, 77, 12, 30, 8], [41]]
 
 
@@ -108,9 +117,11 @@ def new_tokens(model: Any, prompts: list[list[int]], **how: Any) -> list[list[in
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "batch"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "way"), [*((shape, "planned") for shape in SHAPES), ("tied", "window of four"), ("tied", "static cache")]
+)
 def test_one_forward_drafts_what_their_two_forwards_draft_and_the_text_is_the_bases(
-    shape, together, tmp_path, monkeypatch
+    shape, way, together, tmp_path, monkeypatch
 ):
     folder, seen = saved(tmp_path, shape), []
     model, oracle = build(shape), TwoForwards(build(shape), folder, NoiseRun(mask_token_id=MASK))
@@ -126,7 +137,7 @@ def test_one_forward_drafts_what_their_two_forwards_draft_and_the_text_is_the_ba
 
     monkeypatch.setattr(AdapterMasks, "add", note)
     parts = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
-    found = [row for part in parts for row in new_tokens(model, part, do_sample=False, **VERIFIED)]
+    found = [row for part in parts for row in new_tokens(model, part, do_sample=False, **WAYS[way])]
     assert found == expected
     assert len(seen) > 40 and max(depth for _, _, depth, _ in seen) > 1
     drafted = [oracle.draft(prompt, text, depth + 1)[1:][depth] for prompt, text, depth, _ in seen]
@@ -159,11 +170,10 @@ def test_samples_are_those_of_ar_decoding_and_the_same_call_takes_the_same_forwa
     model = build()
     load_mask_adapter(model, saved(tmp_path), mask_token_id=MASK)
     prompts, found = PROMPTS[: 3 if together else 1], []
-    for cost in (0.01, 0.01, 1e6):
+    for way in (VERIFIED, *WAYS.values()):
         torch.manual_seed(3)
-        how = VERIFIED | {"do_sample": True, "temperature": 1.2, "slot_cost": cost}
-        found.append(new_tokens(model, prompts, **how))
-    assert found[0] == found[1] == found[2]
+        found.append(new_tokens(model, prompts, do_sample=True, temperature=1.2, **way))
+    assert found == [found[0]] * len(found)
     ids, forwards = torch.tensor(PROMPTS[:1]), []
     for _ in range(2):
         output = model.generate(ids, max_new_tokens=24, do_sample=False, return_dict_in_generate=True, **VERIFIED)
@@ -191,6 +201,44 @@ def test_a_lora_of_the_user_beside_it_and_packed_layers_keep_their_own_text(tmp_
         expected = new_tokens(model, PROMPTS[:1], do_sample=False)
         load_mask_adapter(model, folder, mask_token_id=MASK)
         assert new_tokens(model, PROMPTS[:1], do_sample=False, **VERIFIED) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("has_lora", [False, True], ids=["plain", "lora beside"])
+def test_answers_follow_a_schema_as_ars_do_in_batches_with_a_lora_beside_it(way, has_lora, tmp_path):
+    folder, model = saved(tmp_path / "uno"), build()
+    if has_lora:
+        lora = saved(tmp_path / "lora", target_modules=["q_proj", "down_proj"], r=2)
+        model = PeftModel.from_pretrained(model, lora).eval()
+    schemas = [{"type": "object"}, {"type": "array", "items": {"type": "integer"}}, {"enum": ["Ada", "Alan"]}, None]
+    grammars = [schema and Grammar(tiny_tokenizer(), schema) for schema in schemas]
+
+    def answers(**how: Any) -> list[list[list[int]]]:
+        processors = [[JSONConstraint(grammar, [EOS])] if grammar else [] for grammar in grammars]
+        return [new_tokens(model, PROMPTS, do_sample=False, logits_processor=each, **how) for each in processors]
+
+    expected = answers()
+    load_mask_adapter(model.get_base_model() if has_lora else model, folder, mask_token_id=MASK)
+    assert answers(**WAYS[way]) == expected
+    assert len(set(map(str, expected))) == len(schemas)
+
+
+def test_a_folder_of_a_larger_one_is_read_as_peft_wrote_it_and_gives_pefts_updates(tmp_path):
+    folder = saved(tmp_path / "uno-qwen3" / "adapter", use_rslora=True).parent
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    model, ids = build(), torch.tensor([[5, 6, 7, 8, 90, 17]])
+    peft = PeftModel.from_pretrained(build(), folder / "adapter").eval()
+    load_mask_adapter(model, folder, subfolder="adapter", mask_token_id=MASK)
+    with torch.no_grad():
+        real = model(ids).logits
+        with model.predicting(ids.shape[1]):  # LoRA on every row is PEFT's model
+            torch.testing.assert_close(model(ids).logits, peft(ids).logits)
+        assert not torch.allclose(real, peft(ids).logits, atol=0.1)
+    assert real.equal(build()(ids).logits)
+    with pytest.raises(OSError, match=r"There is no adapter in '.*': it has no adapter_config\.json"):
+        load_mask_adapter(build(), folder, mask_token_id=MASK)
 
 
 def test_the_mask_token_is_the_callers_the_configs_the_tokenizers_or_said_to_be_unknown(tmp_path):
@@ -235,6 +283,7 @@ def test_the_mask_token_is_the_callers_the_configs_the_tokenizers_or_said_to_be_
     ("changes", "message"),
     [
         ({"r": 8}, r"states rank 8, and [a-z_.]+ has others: .4"),
+        ({"r": None}, "must state a rank and a scale, got `r` None"),
         ({"r": "4"}, "must state a rank and a scale, got `r` '4'"),
         ({"lora_alpha": None}, "must state a rank and a scale"),
         ({"use_dora": True}, "is a LoRA with `use_dora` True, and no adapter of Uno"),
@@ -312,6 +361,9 @@ def test_commands_take_it_by_a_name_of_its_own(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     expected = new_tokens(build(), PROMPTS[:1], do_sample=False)
     saved(tmp_path / "base" / "adapter")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(OSError, match=r"There is no adapter in '.*nothing': it has no adapter_config\.json"):
+        load_adapted(tmp_path / "base", f"uno:{tmp_path / 'nothing'}")
     for name in ("base", "base/adapter"):  # a bundle has the adapter in a folder of its own
         found, _ = load_adapted(tmp_path / "base", f"uno:{tmp_path / name}")
         assert found.generation_config.verification == "exact"
