@@ -32,22 +32,15 @@ def choice(logits, mask_id):
     return int(scores.argmax())
 
 
-def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, block=False, budget=None):
-    """Greedy streaming (or block-wise) parallel decoding. Returns (new tokens, forwards, token instances).
-
-    `window_size` may be a function of the number of forwards so far; a row without masks takes its AR token."""
+def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, block=False):
+    """Greedy streaming (or block-wise) parallel decoding. Returns (new tokens, forwards, token instances)."""
     generated = []  # committed and pending tokens
     committed = 0  # how many of them are committed
     slots = {}  # offset from the prompt's end -> token, or None for a mask
     forwards = instances = 0
     while True:
         if not block or not any(token is None for token in slots.values()):
-            size = window_size(forwards) if callable(window_size) else window_size
-            end = min(len(generated) + size, limit)
-            end = max([end, *(offset for offset, token in slots.items() if token is not None)])
-            for offset in [offset for offset in slots if offset >= end and slots[offset] is None]:
-                del slots[offset]
-            for offset in range(len(generated), end):
+            for offset in range(len(generated), min(len(generated) + window_size, limit)):
                 slots.setdefault(offset, None)
         filled = [offset for offset in sorted(slots) if slots[offset] is not None]
         masks = [offset for offset in sorted(slots) if slots[offset] is None]
@@ -58,10 +51,6 @@ def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, blo
         instances += len(order) - committed
         committed = len(generated)
 
-        if not masks:
-            slots[len(generated)] = None
-            masks = [len(generated)]
-            logits = torch.cat([logits, logits[-1:]])  # the AR head's row stands in for that of a mask
         mask_logits = dict(zip(masks, logits[len(prompt) + len(generated) + len(filled) :], strict=True))
         adjusted = {o: entropy_of(mask_logits[o]) + lam * (o - masks[0]) for o in masks}
         ascending = sorted(masks, key=lambda o: (adjusted[o], o))
@@ -71,9 +60,6 @@ def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, blo
         chosen = [o for o in masks if adjusted[o] < tau]
         if not set(chosen) & set(useful):
             chosen.append(useful[0])
-        if budget is not None:
-            before = [sum(adjusted[o] for o in ascending[:count]) for count in range(len(ascending))]
-            chosen = [o for o, spent in zip(ascending, before, strict=True) if spent <= budget]
         for offset in chosen:
             slots[offset] = choices[offset]
         while slots.get(len(generated)) is not None:
