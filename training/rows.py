@@ -50,11 +50,27 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
 
 def _as_text(path: Path) -> dict[str, Any]:
-    """Settings of `load_dataset` with which every cell of a CSV file stays the text that it is."""
+    """Settings of `load_dataset` with which every cell of a CSV file stays the text that it is. Raises `ValueError`
+    for a line with more cells than the first one, and for a name that is there twice."""
     with path.open("rb") as file:
         encoding = encoding_of(file.read(4))
-    with path.open(encoding=encoding, newline="") as file:
-        columns = next(csv.reader(file), [])
+    limit = csv.field_size_limit(2**31 - 1)  # texts may be long
+    try:
+        with path.open(encoding=encoding, newline="") as file:
+            rows = csv.reader(file)
+            columns = next(rows, [])
+            if double := sorted({name for name in columns if columns.count(name) > 1}):
+                raise ValueError(f"the column {double[0]!r} is there twice")
+            for row in rows:  # pandas would take the first cell of a longer row for its name, and move the others
+                if len(row) > len(columns):
+                    wanted = f"{len(columns)} cells, as the first line says"
+                    raise ValueError(
+                        f"line {rows.line_num} must have {wanted}, got {len(row)}. Quote text with commas"
+                    )
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
+    finally:
+        csv.field_size_limit(limit)
     features = Features({name: Value("string") for name in columns})
     return {"features": features, "keep_default_na": False, "encoding": encoding}
 

@@ -27,6 +27,7 @@ THOUGHTS_LEFT_OUT = (
     "the chat template leaves out thoughts of the assistant, so they are not learnt (some templates keep those of the "
     "last turn alone)"
 )
+_WEIGHTS = ("weight", "loss", "train")  # how much of a turn is learnt: OpenAI's name, and those of other trainers
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -60,8 +61,9 @@ def read_turn(turn: Any, kind: str, where: str, *, keeps_nulls: bool) -> Turn:
         raise ValueError(f"{where}: `role` of the assistant must be 'assistant', got {role!r}.")
     if turn.get("function_call"):
         raise ValueError(f"{where}: chat templates do not know `function_call`: write it as one of `tool_calls`.")
-    if turn.get("weight", 1) not in (None, 1):
-        raise ValueError(f"{where}: `weight` must be 1, got {turn['weight']!r}: each turn is learnt as any other.")
+    for name in _WEIGHTS:
+        if turn.get(name, 1) not in (None, 1):
+            raise ValueError(f"{where}: `{name}` must be 1, got {turn[name]!r}: each turn is learnt as any other.")
     if calls := turn.get("tool_calls"):
         turn["tool_calls"] = [_tool_call(call, where, keeps_nulls) for call in _unpacked(calls, "tool_calls", where)]
     return turn | {"role": role, "content": text or ""}

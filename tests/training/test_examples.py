@@ -108,6 +108,8 @@ LEFT_OUT = "the chat template leaves it"
      ({"tool_calls": "x"}, TOOLS, "`tool_calls` must be a list of objects, got 'x'."),
      ({"function_call": {"name": "f"}}, TOOLS, "do not know `function_call`: write it as one of `tool_calls`."),
      ({"weight": 0}, TOOLS, "`weight` must be 1, got 0"),
+     ({"loss": False}, TOOLS, "`loss` must be 1, got False"),
+     ({"train": False}, TOOLS, "`train` must be 1, got False"),
      ({"role": "Assistant"}, TOOLS, "`role` of the assistant must be 'assistant', got 'Assistant'."),
      ({"role": "note", "content": "42 %"}, TOOLS.replace("{% else", "{% elif m.role == 'user'"),
       f"has '42 %': {LEFT_OUT} out."),
@@ -251,6 +253,24 @@ def test_columns_that_are_not_read_are_told_once_and_pictures_are_refused(tmp_pa
         with pytest.raises(ValueError, match=f"has `{name}`, and only text is trained: leave the column out of"):
             taught(tmp_path, [{"messages": [USER, ANSWER], name: ["a.png"]}])
         assert taught(tmp_path, [{"messages": [USER, ANSWER], name: []}])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("prompt,completion\na,b,c\n", "line 2 must have 2 cells, as the first line says, got 3"),
+     ('prompt,completion\n"a\nb",c\n,,\n', "line 4 must have 2 cells"),
+     ("prompt,prompt,completion\na,b,c\n", "the column 'prompt' is there twice")],
+)  # fmt: skip
+def test_no_cell_of_a_csv_file_is_moved_or_lost(tmp_path, text, message):
+    (tmp_path / "data.csv").write_text(text, encoding="utf-8")
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            load(str(tmp_path / "data.csv"), streaming=streaming)
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
+    (tmp_path / "data.csv").write_text(f"text\n{'a' * 200_000}\n", encoding="utf-8")
+    assert len(load(str(tmp_path / "data.csv"))[0]["text"]) == 200_000
 
 
 def test_alpacas_columns_are_a_chat_also_from_a_csv_file_whose_cells_stay_text(tmp_path):
