@@ -111,8 +111,8 @@ class ItemsResponse(ChatResponse):
 
     kind = "resp"
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.items: list[dict[str, Any]] = []
         self.count = 0  # of events
 
@@ -203,7 +203,7 @@ class ItemsResponse(ChatResponse):
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _part_place(self, part: dict[str, Any]) -> dict[str, Any]:
-        more = {"logprobs": []} if "logprobs" in part else {}
+        more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
         return self._place() | {"content_index": 0} | more
 
     def _open(self, kind: str, **fields: Any) -> Iterator[str]:
