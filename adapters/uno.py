@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
-from ..checkpoints.find import find_checkpoint, find_file
+from ..checkpoints.find import find_file
+from ..checkpoints.loading import load_tokenizer
 from ..generation.rows import MaskRun
 from .adapter_files import WEIGHTS_NAME, MaskAdapterSettings
 from .layers import base_layer, decoder_layers
@@ -171,8 +171,8 @@ class StoredUnoAdapter:
         """The mask token of the adapter's tokenizer, or of the model's."""
         for source, found in ((self.name, self.found), (model.config.name_or_path, None)):
             try:
-                where = find_checkpoint(source) if found is None else found
-                tokenizer = AutoTokenizer.from_pretrained(source, **where)
+                where = {name: value for name, value in (found or {}).items() if name in ("revision", "subfolder")}
+                tokenizer = load_tokenizer(source, **where)
             except (OSError, ValueError):
                 continue
             if tokenizer.mask_token_id is not None:
