@@ -72,7 +72,10 @@ def on_config(config: MkDocsConfig) -> None:
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     shutil.rmtree(API, ignore_errors=True)
     for package in setup["options"]["packages"].split():
-        folder = Path(*package.split(".")[1:])
+        name, *parts = package.split(".")
+        if name != "wedlm_hf":  # the command's
+            continue
+        folder = Path(*parts)
         (API / "wedlm_hf" / folder).mkdir(parents=True)
         for file in (ROOT / folder).glob("*.py"):
             shutil.copyfile(file, API / "wedlm_hf" / folder / file.name)
