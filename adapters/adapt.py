@@ -61,6 +61,7 @@ LEAST_SLOTS, STEPS = 120, 300  # masks of a step, and steps that a short trainin
 # An evaluation looks at one token of held-out answers for so many trained rows, within limits.
 ROWS_PER_POSITION, LEAST_POSITIONS, MOST_POSITIONS = 200, 64, 4000
 TABLE_PROMPTS, TABLE_TOKENS, DECODERS = 12, 128, 3
+LEAST_ANSWER = 32  # tokens of each answer of the first batch, though the minutes for answers are over
 LEAST_PROMPTS = 2  # of the table, whatever they take
 
 # What SmolLM2-135M decoded after so many mask rows, with four drafts a step (examples/smollm2).
@@ -294,11 +295,12 @@ class _Run:
         def spent() -> float:
             return before + self.clock() - began
 
-        def is_over() -> bool:
-            is_last = count.answers > 0 and self.seconds is not None  # without any, nothing can be learned
-            written = count.tokens / self.config.tokens if self.config.tokens else 0.0
-            show(max(min(spent() / least, 0.99) if least else 0.0, written), note)
-            return spent() >= (least if is_last else most)
+        def is_over(written: int) -> bool:
+            # Without an answer, nothing can be learned.
+            is_enough = self.seconds is not None and (count.answers > 0 or written >= LEAST_ANSWER)
+            share = count.tokens / self.config.tokens if self.config.tokens else 0.0
+            show(max(min(spent() / least, 0.99) if least else 0.0, share), note)
+            return spent() >= (least if is_enough else most)
 
         with stage(self.console, "[1/3] The model's own answers") as show:
             note = "the first batch"
@@ -323,8 +325,9 @@ class _Run:
             )
         if not count.ended:
             self.say(
-                f"None of the {count.answers:,} answers ended within {AnswerConfig().max_new_tokens} tokens. The "
-                "adapter learns them as they are; if the model is for chats, look at its chat template and end tokens."
+                f"None of {count.answers:,} answers ended within {AnswerConfig().max_new_tokens} tokens or in time. "
+                "The adapter learns them as they are; if the model is for chats, look at its chat template and end "
+                "tokens."
             )
 
     def _split(self, answers: Sequence[Answer]) -> None:

@@ -176,7 +176,7 @@ def write_answers(
     file: Path,
     prompts: Sequence[str | Turns] | None = None,
     config: AnswerConfig | None = None,
-    is_over: Callable[[], bool] = lambda: False,
+    is_over: Callable[[int], bool] = lambda written: False,
 ) -> Iterator[AnswerCount]:
     """Answers prompts for as long as the caller iterates, and appends the answers of each batch to `file`.
 
@@ -190,7 +190,8 @@ def write_answers(
         prompts: the user's; each is answered greedily first and sampled in later rounds. By default they are drawn
             from the model.
         config: how prompts are drawn and answered.
-        is_over: asked before every token; once it says so, the batch is cut off there, and is the last.
+        is_over: asked before every token, with the tokens that each answer of the batch may have so far; once it says
+            so, the batch is cut off there, and is the last.
 
     Yields:
         What the file holds, first as found, then after every batch.
@@ -205,7 +206,7 @@ def write_answers(
     count = AnswerCount(0, 0, 0).plus(found, writer.ends)
     batch, empty = (found[-1]["batch"] + 1 if found else 0), 0
     yield count
-    while not is_over():
+    while not is_over(0):
         with _seeded(config.seed, batch, model.device):
             answers = writer.write(batch, known)
         known |= {tuple(answer["prompt_ids"]) for answer in answers}
@@ -286,7 +287,7 @@ class _Writer:
         model: Any,
         template: _Template,
         config: AnswerConfig,
-        is_over: Callable[[], bool],
+        is_over: Callable[[int], bool],
         prompts: Sequence[str | Turns] | None,
     ):
         self.model, self.template, self.config, self.is_over = model, template, config, is_over
@@ -294,6 +295,7 @@ class _Writer:
         self.ends = {ends} if isinstance(ends, int) else set(ends or ())
         rows = dict.fromkeys(template.prompt(prompt) for prompt in prompts or ())
         self.rows = [row for row in rows if len(row) <= config.max_prompt_tokens]
+        self.answers_begin: int | None = None  # where a batch's answers begin, while they are written
         if prompts is not None and not self.rows:
             raise ValueError(
                 f"All {len(prompts)} prompts are longer than `max_prompt_tokens`, {config.max_prompt_tokens}."
@@ -309,7 +311,9 @@ class _Writer:
         else:
             drawn, greedy = self.draw(random.Random(f"{self.config.seed} {number}")), number % 2 == 0
             rows = [row for row in dict.fromkeys(drawn) if row not in known][:size]
+        self.answers_begin = max(map(len, rows), default=0)
         texts = self._continue(rows, limit, None if greedy else self.config.temperature) if rows else []
+        self.answers_begin = None
         return [
             {"prompt_ids": list(row), "response_ids": text, "greedy": greedy, "batch": number}
             for row, text in zip(rows, texts, strict=True)
@@ -335,7 +339,8 @@ class _Writer:
         return rows
 
     def _stop(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(ids),), self.is_over(), device=ids.device)
+        written = 0 if self.answers_begin is None else ids.shape[1] - self.answers_begin
+        return torch.full((len(ids),), self.is_over(written), device=ids.device)
 
     @torch.inference_mode()
     def _continue(

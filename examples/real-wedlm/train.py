@@ -45,9 +45,9 @@ import data  # noqa: E402
 from smollm2 import FOLDER, fetch  # noqa: E402
 
 METHODS = ("wedlm", "sft")
-LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 BOTH: dict[str, Any] = {
-    "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
+    "learning_rate": 2.5e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "num_train_epochs": 1, "max_length": 512,
     "save_strategy": "steps", "save_steps": 25, "save_total_limit": 2, "logging_steps": 5, "report_to": "none",
     "disable_tqdm": True,

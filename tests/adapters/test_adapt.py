@@ -268,7 +268,7 @@ def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
     (base / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 319}))
     out, shown = run(tmp_path, base, tokens=60)
     count = len(read_answers(out / "work" / "answers.jsonl"))
-    assert f"None of the {count} answers ended within 192 tokens" in shown
+    assert f"None of {count} answers ended within 192 tokens" in shown
 
 
 def test_the_card_of_an_adapter_for_a_gguf_file_loads_that_file(tmp_path, monkeypatch):
