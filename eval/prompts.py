@@ -1,5 +1,6 @@
 """Prompts: read from files, turned into tokens, and the rules by which a reply to one is right."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from ..console.prompts import PromptRow, Turns, read_rows
 from ..console.prompts import encode as encode  # belongs to these names, too
 from ..generation.request import context_length
 from .metrics import RULES, judge
+
+logger = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 256  # new tokens at most, where nothing else is asked for (transformers' own default is 20)
 OWN_TASK = "prompts"  # of rows that name none
@@ -45,9 +48,15 @@ class Prompt:
 def read_prompts(name: str, text: str) -> list[Prompt]:
     """The prompts of the file of this name (see [`read_rows`]) and text, with what is known of the replies to them: a
     JSON row may have `task`, `answer` (a text, or a list of accepted ones; in all rows or in none) and `match` (see
-    [`RULES`]). Raises `ValueError` for a file without prompts, and for a malformed row, naming its line."""
+    [`RULES`]). Raises `ValueError` for a file without prompts, and for a malformed row, naming its line. Warns of
+    replies in `messages`, as chats to train on have them: they are no `answer`."""
     rows = read_rows(name, text)
     prompts = [_with_answers(row) for row in rows]
+    chats = [
+        row.fields.get("messages") or [{}] for row, prompt in zip(rows, prompts, strict=True) if not prompt.answers
+    ]
+    if any(chat[-1].get("role") == "assistant" for chat in chats):
+        logger.warning(f"{name}: answers are not compared with the replies in `messages`, but with an `answer` alone.")
     with_answer = {bool(prompt.answers): row for row, prompt in zip(rows[::-1], prompts[::-1], strict=True)}
     if len(with_answer) == 2:
         there = with_answer[True].line
@@ -60,10 +69,7 @@ def read_prompts(name: str, text: str) -> list[Prompt]:
 def _with_answers(row: PromptRow) -> Prompt:
     """Raises `ValueError` for fields that say nothing."""
     task, answers = row.fields.get("task", OWN_TASK), row.fields.get("answer", [])
-    match, messages = row.fields.get("match", "exact"), row.fields.get("messages")
-    if messages and (last := messages[-1]["role"]) != "user":
-        wanted = "must be the user's (the wanted reply goes into `answer`)"
-        raise row.error(f"the last of the `messages` {wanted}, got {last}")
+    match = row.fields.get("match", "exact")
     if not isinstance(task, str) or not task.strip():
         raise row.error(f"`task` must be a text that is not empty, got {task!r}")
     accepted = [answers] if isinstance(answers, str) else answers

@@ -38,7 +38,7 @@ def test_malformed_rows_are_named_by_file_and_line(text, message):
         read_prompts("data.jsonl", text)
 
 
-def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out_but_where_replies_are_judged():
+def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out(caplog):
     question, reply = ({"role": role, "content": role} for role in ("user", "assistant"))
     known = {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
     first, second = read_prompts("d.jsonl", rows({"messages": [*SYSTEM, question], "answer": "x"}, known))
@@ -47,8 +47,10 @@ def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out_
     chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
     text = rows(*({"messages": chat} for chat in chats))
     assert [row.prompt for row in read_rows("d.jsonl", text)] == ["user", "user", [*SYSTEM, question], chats[3]]
-    with pytest.raises(ValueError, match=r"d.jsonl, line 2: .* \(the wanted reply goes into `answer`\), got assist"):
-        read_prompts("d.jsonl", text)
+    assert not caplog.messages and [prompt.text for prompt in read_prompts("d.jsonl", text)][1] == "user"
+    assert caplog.messages == [
+        "d.jsonl: answers are not compared with the replies in `messages`, but with an `answer` alone."
+    ]
 
 
 def test_the_end_of_its_name_says_whether_a_file_holds_json_rows_and_lines_end_as_in_any_text_file():
