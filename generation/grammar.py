@@ -62,6 +62,30 @@ class Grammar:
         return self._first.deep_copy()
 
 
+class Thoughts:
+    """Thoughts in front of an answer: any text, up to what ends them.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        closing: what ends them, such as `</think>`.
+    """
+
+    def __init__(self, tokenizer: Any, closing: str):
+        from llguidance import LLMatcher
+
+        self.closing = tokenizer(closing, add_special_tokens=False).input_ids
+        if self.closing[0] in tokenizer.all_special_ids:  # which is no text
+            rules = f"start: /(.|\\n)*/ <[{self.closing[0]}]>"
+        else:
+            written = "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in closing)
+            rules = f"start[lazy]: /(.|\\n)*{written}/"
+        self._first = LLMatcher(_prepared(tokenizer), LLMatcher.grammar_from_lark(rules))
+
+    def begin(self) -> Any:
+        """The state in front of the first token."""
+        return self._first.deep_copy()
+
+
 def _prepared(tokenizer: Any) -> Any:
     """The tokenizer in llguidance's form; making it takes a second where the vocabulary is large."""
     from llguidance.hf import from_tokenizer
@@ -88,15 +112,18 @@ class JSONConstraint(LogitsProcessor):
     Args:
         grammar: what the answer must follow.
         end_tokens: end an answer; default: the tokenizer's.
+        thoughts: what the prompt has opened: the answer follows the grammar behind their end. Where an end token is
+            the likeliest to follow, the thoughts end instead.
     """
 
     needs_row = False
 
-    def __init__(self, grammar: Grammar, end_tokens: Collection[int] = ()):
-        self.grammar = grammar
+    def __init__(self, grammar: Grammar, end_tokens: Collection[int] = (), thoughts: Thoughts | None = None):
+        self.grammar, self.thoughts = grammar, thoughts
         self.end_tokens = set(end_tokens) or {grammar.tokenizer.eos_token}
         self.prompt_length: int | None = None
-        self.states: dict[tuple[int, ...], Any] = {}  # behind answers
+        self.states: dict[tuple[int, ...], tuple[Any, bool]] = {}  # behind answers; whether thoughts come next
+        self.ended: set[tuple[int, ...]] = set()  # prompts with thoughts that are made to end there
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """The scores, −∞ where a token is not allowed.
@@ -114,15 +141,39 @@ class JSONConstraint(LogitsProcessor):
             raise ValueError(f"This `JSONConstraint` began with {self.prompt_length} tokens: {ONE_CALL}")
         answers = input_ids[:, self.prompt_length :].tolist()
         masks = {answer: self._allowed(list(answer), scores.shape[1]) for answer in map(tuple, answers)}
-        allowed = torch.stack([masks[tuple(answer)] for answer in answers]).to(scores.device)
-        return scores.masked_fill(~allowed, float("-inf"))  # type: ignore[return-value]
+        allowed = torch.stack([masks[tuple(answer)] for answer in answers])
+        if self.thoughts is not None:
+            likeliest = scores.argmax(-1).tolist()
+            for mask, row, answer, token in zip(allowed, input_ids.tolist(), answers, likeliest, strict=True):
+                self._end_thoughts(mask, row, answer, token)
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))  # type: ignore[return-value]
+
+    def _end_thoughts(self, allowed: torch.Tensor, row: list[int], answer: list[int], likeliest: int) -> None:
+        """Allows nothing but the next token of what ends the thoughts, where they are made to end.
+
+        Args:
+            allowed: `(V,)` bool.
+            row: the prompt and the answer.
+            answer: the answer.
+            likeliest: token to follow.
+        """
+        closing = self.thoughts.closing  # type: ignore[union-attr]
+        if not self._state(answer)[2] or self.end_tokens & {*answer}:
+            return
+        begun = (n for n in range(1, len(closing)) if row[-n:] == closing[:n] and tuple(row[:-n]) in self.ended)
+        count = next(begun, 0)
+        if count or (likeliest in self.end_tokens and allowed[closing[0]]):
+            if not count:
+                self.ended.add(tuple(row))
+            allowed[:] = False
+            allowed[closing[count]] = True
 
     def _allowed(self, answer: list[int], vocab_size: int) -> torch.Tensor:
         """`(V,)` bool."""
         ends = [place for place, token in enumerate(answer, 1) if token in self.end_tokens]
         if ends and len(set(answer[ends[0] :])) < 2:  # padding follows an end
             return torch.ones(vocab_size, dtype=torch.bool)
-        state, done = self._state(answer)
+        state, done, _ = self._state(answer)
         if done < len(answer):
             if len(set(answer[done:])) == 1:  # ended by another criterion
                 return torch.ones(vocab_size, dtype=torch.bool)
@@ -139,7 +190,7 @@ class JSONConstraint(LogitsProcessor):
     def allows(self, answer: Sequence[int]) -> bool:
         """Whether an answer may begin with these tokens, or end with the last of them."""
         if answer[-1] in self.end_tokens:
-            state, done = self._state(answer[:-1])
+            state, done, _ = self._state(answer[:-1])
             return done == len(answer) - 1 and state.is_accepting()
         return self._state(answer)[1] == len(answer)
 
@@ -149,8 +200,8 @@ class JSONConstraint(LogitsProcessor):
         found: list[tuple[int, float | None]] = []
         text = [*answer]
         while len(found) < count:
-            state, done = self._state(text)
-            if done < len(text):
+            state, done, is_thinking = self._state(text)
+            if done < len(text) or is_thinking:
                 break
             forced = state.deep_copy().compute_ff_tokens() or [min(self.end_tokens)] * state.is_stopped()
             tokens = forced or self._as_before(text, state.deep_copy().compute_bitmask())
@@ -168,17 +219,24 @@ class JSONConstraint(LogitsProcessor):
         is_clear = len({*before}) == 1 and int.from_bytes(bits).bit_count() <= FEW
         return same[-1:] or before[:1] * is_clear
 
-    def _state(self, answer: Sequence[int]) -> tuple[Any, int]:
-        """The state behind an answer, and how many of the answer's tokens the grammar allows."""
+    def _state(self, answer: Sequence[int]) -> tuple[Any, int, bool]:
+        """The state behind an answer, how many of the answer's tokens are allowed, and whether thoughts come next."""
         ends = range(len(answer), 0, -1)
         known = next((end for end in ends if tuple(answer[:end]) in self.states), 0)
-        state = self.states[tuple(answer[:known])] if known else self.grammar.begin()
+        if known:
+            state, is_thinking = self.states[tuple(answer[:known])]
+        else:
+            state, is_thinking = (self.thoughts or self.grammar).begin(), self.thoughts is not None
         # A model may have more rows than the tokenizer has tokens; after one of those, a state stays broken.
         count = self.grammar.tokenizer.vocab_size
         if behind := [*takewhile(lambda token: 0 <= token < count, answer[known:])]:
             state = state.deep_copy()  # `rollback` leaves traces: masks would depend on what else was asked for
-            known += state.try_consume_tokens(behind)
-            self.states[tuple(answer[:known])] = state
+            count = state.try_consume_tokens(behind)
+            if is_thinking and state.is_stopped():
+                state, is_thinking = self.grammar.begin(), False
+                count += state.try_consume_tokens(behind[count:])
+            known += count
+            self.states[tuple(answer[:known])] = state, is_thinking
             if len(self.states) > MOST_STATES:
                 del self.states[next(iter(self.states))]
-        return state, known
+        return state, known, is_thinking

@@ -19,7 +19,7 @@ from transformers.cli.serving.utils import InferenceThread, ToolCall
 from transformers.generation import BaseStreamer
 
 from ..eval.measure import pad_left
-from ..generation.grammar import Grammar, JSONConstraint
+from ..generation.grammar import Grammar, JSONConstraint, Thoughts
 from ..generation.settings import OptionError
 from .message import Piece, PlainParser
 from .text import StopTrimmer, TextDecoder
@@ -80,6 +80,7 @@ class Asked:
         makes_one_call: an answer ends behind its first tool call.
         likeliest: so many tokens are listed at each place, beside the chosen one; `None`: no log-probabilities.
         grammar: what the answer must follow.
+        thoughts: stand in front of it, and the prompt has opened them.
         is_ordered: tokens are chosen behind those before them; else how much room an answer has may change it.
     """
 
@@ -93,6 +94,7 @@ class Asked:
     makes_one_call: bool = False
     likeliest: int | None = None
     grammar: Grammar | None = None
+    thoughts: Thoughts | None = None
     is_ordered: bool = True
 
     @cached_property
@@ -102,7 +104,14 @@ class Asked:
         if self.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
             return id(self)
         grammar = self.grammar and self.grammar.text
-        return repr(sorted(settings.items())), repr(sorted(self.settings.items())), grammar
+        return repr(sorted(settings.items())), repr(sorted(self.settings.items())), grammar, self.thoughts
+
+    @property
+    def processors(self) -> list[JSONConstraint]:
+        """New logits processors for a call."""
+        ends = self.config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
+        return [JSONConstraint(self.grammar, ends, self.thoughts)] if self.grammar else []
 
 
 class Answer:
@@ -325,8 +334,8 @@ class CallManager:
         config.max_new_tokens = max(answer.limit for answer in batch)
         streamer = Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
-        if asked.grammar is not None:
-            keywords["logits_processor"] = [JSONConstraint(asked.grammar, batch[0].ends)]
+        if processors := asked.processors:
+            keywords["logits_processor"] = processors
         hook = None
         if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
             hook = self.model.register_forward_hook(streamer.take_logits)

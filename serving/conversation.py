@@ -51,9 +51,10 @@ class Conversation:
                 return
         self.messages.append(named_thoughts(message | {"role": role}))
 
-    def think(self, effort: str | None, words: dict[str, Any], *, has_grammar: bool) -> None:
-        """Takes the client's keywords of the template, and OpenAI's `reasoning_effort`. An answer that follows a
-        grammar from its first token on has no thoughts. Raises `RequestError` for what the template does not know."""
+    def think(self, effort: str | None, words: dict[str, Any], *, has_grammar: bool) -> bool:
+        """Takes the client's keywords of the template, and OpenAI's `reasoning_effort`; says whether they ask for
+        thoughts. An answer that follows a grammar has none where nobody asks and the template can do without. Raises
+        `RequestError` for what the template does not know."""
         found = EFFORT.findall(self.source)
         switch = next((name for name in SWITCHES if name in found), None)
         is_off = effort in ("none", "minimal")
@@ -63,13 +64,12 @@ class Conversation:
             raise RequestError(f"`{field}` sets {switch!r} of the chat template: leave one out.", param=field)
         if wants and switch is None:
             raise RequestError(f"`{field}`: the chat template knows no thoughts.", param=field)
-        if has_grammar and (wants or words.get("enable_thinking") or words.get("thinking")):
-            raise RequestError(f"`{field}`: an answer that follows a schema has no thoughts.", param=field)
         self.words = dict(words)
         if switch == "reasoning_effort":
             self.words |= {} if effort is None else {switch: effort}
-        elif switch is not None and (effort is not None or has_grammar):
+        elif switch is not None and (effort is not None or (has_grammar and switch not in words)):
             self.words[switch] = wants
+        return wants or bool(words.get("enable_thinking") or words.get("thinking"))
 
     def text(self) -> str:
         """The prompt. Raises `RequestError` for messages that the template refuses or leaves out."""

@@ -2,24 +2,24 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from ..eval.decoders import AR, EXACT, decoder_of, with_asked
-from ..generation.grammar import Grammar
+from ..generation.grammar import Grammar, Thoughts
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
 from .calls import Asked, RequestError
 from .conversation import Conversation
+from .forms import message_form
 from .limits import can_be_built
-from .message import THOUGHTS, CallParser, MessageParser, PlainParser
+from .message import THOUGHTS, CallParser, MessageParser, PlainParser, ThoughtsParser
 from .responses import ChatResponse, Response, TextResponse
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
 
@@ -29,7 +29,6 @@ DEFAULT_NEW_TOKENS = 1024
 MOST_CHARACTERS = 2**24  # of a prompt, whatever the context
 MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
 GRAMMARS = 4  # that are kept; a large one takes 50 MB
-STOCK_TYPE = {"wedlm": "qwen3"}  # whose messages a model writes
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,7 @@ class ServedModel:
     @cached_property
     def message(self) -> tuple[ResponseTemplate | None, dict[int, str]]:
         """How messages of the model are written, if that is known, and the special tokens in it."""
-        config = self.model.config
-        config = SimpleNamespace(model_type=STOCK_TYPE.get(config.model_type, config.model_type))
-        stated = get_response_template(self.tokenizer, SimpleNamespace(config=config))  # type: ignore[arg-type]
+        stated = message_form(self.tokenizer, self.model.config.model_type)
         if stated is None:
             return None, {}
         template = load_response_template(stated)
@@ -66,6 +63,20 @@ class ServedModel:
             each.optional = True
         written = str(stated).replace("\\", "")  # of patterns, too
         return template, {number: text for number, text in self.special.items() if text in written}
+
+    @cached_property
+    def bounds(self) -> tuple[str, str]:
+        """What opens thoughts and what ends them. Raises `RequestError` where nothing certain does."""
+        fields = self.message[0].fields if self.message[0] else {}
+        thoughts = next((fields[name] for name in THOUGHTS if name in fields), None)
+        if thoughts is None or fields["content"].open_re is not None:
+            raise RequestError("Where this model's thoughts end and an answer could follow a schema is not known.")
+        return _literal(thoughts.open_literals, thoughts.open_re), _literal(thoughts.close_literals, thoughts.close_re)
+
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        """Thoughts in front of an answer that follows a grammar."""
+        return Thoughts(self.tokenizer, self.bounds[1])
 
     @cached_property
     def grammar(self) -> Callable[[str], Grammar]:
@@ -236,30 +247,43 @@ class ChatEndpoint(Endpoint):
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         self._check_size(messages, tools, request.chat_template_kwargs)
         chat = Conversation(served.tokenizer, messages, tools)
-        chat.think(request.reasoning_effort, request.chat_template_kwargs or {}, has_grammar=schema is not None)
+        wants = chat.think(
+            request.reasoning_effort, request.chat_template_kwargs or {}, has_grammar=schema is not None
+        )
         text = chat.text()
         self._check_size(text)
-        template, special = served.message
         more: dict[str, Any] = {"makes_one_call": request.parallel_tool_calls is False}
+        template, special = served.message
+        parser: Callable[[], Any] = PlainParser
         if template is not None:
             begin = max((found.start() for found in template.start_anchor_re.finditer(text)), default=None)
             prefix = chat.generation_prompt() if begin is None else text[begin:]
-            parser = partial(MessageParser, template, prefix, tools, special.values())
-            thinks = parser().is_thinking
-            if schema is not None and thinks:
-                text += f"{closing(template)}\n\n"
+            if not tools:  # nobody asked for calls
+                fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
+                template = replace(template, fields=fields)
+            is_skipped = request.skip_special_tokens
+            parser = partial(MessageParser, template, prefix, tools, special.values() if is_skipped else ())
             if schema is None:
-                more["parser"] = parser
-                if request.skip_special_tokens:
-                    more["skipped"] = served.special.keys() - special.keys()
-                else:
-                    more["parser"] = partial(MessageParser, template, prefix, tools)
+                more |= {"parser": parser} | (
+                    {"skipped": served.special.keys() - special.keys()} if is_skipped else {}
+                )
         if schema is not None:
-            more |= {
-                "grammar": self._grammar(schema, request),
-                "parser": partial(CallParser, names) if names else PlainParser,
-            }
+            more |= {"grammar": self._grammar(schema, request)}
+            text, begun = self._begun(
+                text, wants, parser().is_thinking, partial(CallParser, names) if names else PlainParser
+            )
+            more |= begun
         yield served.tokenizer(text, add_special_tokens=False).input_ids, more
+
+    def _begun(self, text: str, wants: bool, thinks: bool, behind: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
+        """The prompt of an answer that follows a grammar, behind thoughts if the prompt opens them or the client wants
+        them, and what [`Asked`] takes for it."""
+        if not (wants or thinks):
+            return text, {"parser": behind}
+        opening, closing = self.served.bounds
+        skipped = [number for number, written in self.served.special.items() if written != closing]
+        more = {"thoughts": self.served.thoughts, "skipped": skipped}
+        return text if thinks else f"{text}{opening}\n", more | {"parser": lambda: ThoughtsParser(closing, behind())}
 
     def _grammar(self, schema: Any, request: ChatRequest) -> Grammar:
         field = "tool_choice" if request.must_call else "response_format"
@@ -269,12 +293,12 @@ class ChatEndpoint(Endpoint):
             raise RequestError(f"`{field}`: {error}", param=field) from None
 
 
-def closing(template: ResponseTemplate) -> str:
-    """What ends the thoughts in a message. Raises `RequestError` where a pattern does."""
-    fields = [template.fields[name] for name in THOUGHTS if name in template.fields]
-    if not fields[0].close_literals:
+def _literal(literals: list[str] | None, pattern: Any) -> str:
+    """What a delimiter of a message is, where it is a text, maybe with white space behind it."""
+    text = literals[0] if literals else re.sub(r"\\(.)", r"\1", pattern.pattern.removesuffix(r"\s*"))
+    if not pattern.fullmatch(text):
         raise RequestError("This model's thoughts have no certain end, behind which an answer could follow a schema.")
-    return str(fields[0].close_literals[0])
+    return text
 
 
 class TextEndpoint(Endpoint):

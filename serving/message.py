@@ -5,6 +5,7 @@ or a [`ToolCall`], and the number of characters of the answer up to its end.
 """
 
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 from ..generation.versions import known_to
+from .text import StopTrimmer
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 Piece = tuple[Any, int]
@@ -64,6 +66,41 @@ class CallParser(PlainParser):
         return [(item, len(self.text)) for item in items]
 
 
+class ThoughtsParser:
+    """Thoughts, and behind them what another parser reads.
+
+    Args:
+        closing: ends the thoughts.
+        behind: the other parser.
+    """
+
+    def __init__(self, closing: str, behind: Any):
+        self._trimmer, self._closing, self._behind = StopTrimmer([closing]), closing, behind
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next belongs to thoughts."""
+        return not self._trimmer.is_over
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes text in."""
+        if not self.is_thinking:
+            return self._moved(self._behind.read(text))
+        found = self._trimmer.feed(text)
+        return self._thoughts(found) + self._moved(self._behind.read(self._trimmer.behind))
+
+    def end(self, is_cut: bool) -> list[Piece]:
+        """Takes the end."""
+        return self._thoughts(self._trimmer.rest()) + self._moved(self._behind.end(is_cut))
+
+    def _thoughts(self, text: str) -> list[Piece]:
+        return [(ReasoningText(text), self._trimmer.count)] if text else []
+
+    def _moved(self, pieces: list[Piece]) -> list[Piece]:
+        begin = self._trimmer.count + len(self._closing)
+        return [(item, begin + end) for item, end in pieces]
+
+
 class MessageParser(ResponseParser):
     """transformers' parser of messages, for which whatever a model writes is an answer: what is no tool call, or is
     cut before its end, is content as it was written. Only what the model writes is given out, not the prompt's part of
@@ -81,6 +118,7 @@ class MessageParser(ResponseParser):
         self._begin = self._offset = 0  # of the open region, with its delimiter; of the answer
         self._is_cut = self._has_pieces = False
         self._special = special
+        self._names = {tool["function"]["name"] for tool in tools or []}
         super().__init__(template, prefix=prefix, **known_to(ResponseParser.__init__, tools=tools))
         self._offset = len(self._buffer)
         self._pieces.clear()
@@ -120,14 +158,27 @@ class MessageParser(ResponseParser):
             return
         name = self._current
         try:
-            super()._close_current(events)
             if name != "tool_calls" or self._is_cut:
                 raise ValueError("no call, or the beginning of one")
-            for call in calls_in(events[-1]["value"]):
+            if not self._captures and self._spec.fields[name].content == "json":
+                calls = [self._cast(call) for call in calls_in_text(self._body)]
+            else:
+                super()._close_current(events)
+                calls = calls_in(events[-1]["value"])
+            if self._buffer.startswith("{", self._begin) and not {call.name for call in calls} <= self._names:
+                raise ValueError("JSON that is no call")
+            self._reset_to_implicit()
+            for call in calls:
                 self._add(call)
         except Exception:  # a model may write anything
             self._reset_to_implicit()
             self._add(self._buffer[max(self._begin, self._offset) : self._pos])
+
+    def _cast(self, call: ToolCall) -> ToolCall:
+        """A call whose arguments have the types that the tool's schema asks for."""
+        function = {"name": call.name, "arguments": json.loads(call.arguments)}
+        cast = getattr(self, "_coerce_tool_calls", lambda value: value)  # transformers has it since 5.23
+        return calls_in(cast({"function": function}))[0]
 
     @property
     def _is_structured(self) -> bool:
@@ -164,3 +215,19 @@ def calls_in(value: Any) -> list[ToolCall]:
     if not (isinstance(name, str) and name.isprintable() and name.strip() and isinstance(arguments, dict)):
         raise ValueError("no call")
     return [ToolCall(name, json.dumps(arguments, allow_nan=False))]
+
+
+# What stands between calls, and the name in front of the arguments, as newer models of Mistral's write it.
+_BETWEEN, _NAME = re.compile(r"[\s;,]*"), re.compile(r"([^\s\[\]{}\"]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def calls_in_text(text: str) -> list[ToolCall]:
+    """The tool calls in what a model wrote as JSON: one or several values. Raises any exception for what is none."""
+    found: list[ToolCall] = []
+    place = _BETWEEN.match(text).end()  # type: ignore[union-attr]
+    while place < len(text) or not found:
+        name = _NAME.match(text, place)
+        value, place = json.JSONDecoder().raw_decode(text, name.end() if name else place)
+        found += calls_in({"name": name[1], "arguments": value} if name else value)
+        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+    return found

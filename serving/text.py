@@ -55,6 +55,7 @@ class StopTrimmer:
         self.stops = stops
         self.held = ""  # may be the beginning of a stop string
         self.is_over = False
+        self.behind = ""  # what came with a stop string and stands behind it
         self.count = 0  # characters that went out
 
     def feed(self, text: str) -> str:
@@ -66,10 +67,11 @@ class StopTrimmer:
         return text
 
     def _certain(self, text: str) -> str:
-        found = [place for place in map(text.find, self.stops) if place >= 0]
+        found = [(place, stop) for stop in self.stops if (place := text.find(stop)) >= 0]
         if found:
-            self.is_over, self.held = True, ""
-            return text[: min(found)]
+            place, stop = min(found)
+            self.is_over, self.held, self.behind = True, "", text[place + len(stop) :]
+            return text[:place]
         starts = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self.stops))
         start = next(starts, len(text))
         self.held = text[start:]

@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from ...console.streaming import AnswerStreamer
 from ...eval.decoders import AR, DECODERS, EXACT, decoder_of, with_asked
 from ...eval.trace.page import render, to_json
 from ...eval.trace.record import record_prompt, settings_in_effect, trace_of
-from ...generation.grammar import JSONConstraint
 from ..calls import Asked, CallManager, RequestError, as_request_error, log
 from ..endpoints import Endpoint, ServedModel
 
@@ -110,7 +109,6 @@ class Replays:
         model, tokenizer = self.served.model, self.served.tokenizer
         config = copy.copy(asked.config)
         config.prompt_lookup_num_tokens = None  # its forwards of several tokens are not those of AR decoding
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         config.stop_strings = asked.stops or None
         options: dict[str, Any] = {**asked.settings, "generation_config": config}
         decoders = {options["strategy"]: options}
@@ -138,7 +136,7 @@ class Replays:
             decoders,
             repeats=int(count_weights(model) <= SMALL),
             seed=asked.seed or 0,
-            processors=partial(JSONConstraint, asked.grammar, {*ends} - {None}) if asked.grammar else None,
+            processors=(lambda: asked.processors[0]) if asked.grammar else None,
             streamer=streamer,
             run=run,
         )

@@ -10,7 +10,9 @@ from json_schemas import DECODERS, PROMPTS, answers, fault, random_schema
 from tiny import EOS
 
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.generation.grammar import Grammar, JSONConstraint
+from wedlm_hf.eval.measure import pad_left
+from wedlm_hf.eval.prompts import encode
+from wedlm_hf.generation.grammar import Grammar, JSONConstraint, Thoughts
 
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 4}
 
@@ -46,6 +48,44 @@ def test_any_cache_window_batch_and_limit_give_ars_text_under_the_same_constrain
             return used.generate(ids, max_new_tokens=limit, logits_processor=[constraint], **settings).tolist()
 
         assert answer(how) == answer(DECODERS["ar"]), (schema, how)
+
+
+COUNTING = [f"Count from 5 to {last} by 5." for last in (20, 35)]
+
+
+@pytest.mark.parametrize("closing", ["</think>", "<|im_start|>", ", 25", "0"])
+def test_thoughts_are_ars_without_a_constraint_up_to_their_end_and_the_json_follows(nano, closing):
+    """What ends them is a text that the model writes, or one that stands where it would end its answer."""
+    model, tokenizer = nano
+    grammar, thoughts, ends = Grammar(tokenizer, NUMBERS), Thoughts(tokenizer, closing), [tokenizer.eos_token_id]
+    ids = [encode(tokenizer, [{"role": "user", "content": text}]) for text in COUNTING]
+    found = []
+    for settings in (DECODERS["ar"], DECODERS["exact"] | {"slot_cost": 0.0}):
+        for rows in ([each] for each in ids), [ids]:
+            for batch in rows:
+                inputs = pad_left(batch, tokenizer.pad_token_id, model.device)
+                constraint = JSONConstraint(grammar, ends, thoughts)
+                output = model.generate(**inputs, max_new_tokens=90, logits_processor=[constraint], **settings)
+                width = inputs["input_ids"].shape[1]
+                found += [tokenizer.decode(row[width:]).partition("<|im_end|>")[0] for row in output]
+    assert found == found[: len(COUNTING)] * (len(found) // len(COUNTING))
+    for text, last in zip(found, (20, 35), strict=False):
+        plain = ", ".join(map(str, range(5, last + 1, 5)))
+        before, _, answer = text.partition(closing)
+        assert before == plain.partition(closing)[0]
+        assert all(0 <= number <= 99 for number in json.loads(answer))
+
+
+def test_a_character_that_is_not_whole_does_not_end_thoughts(tokenizer):
+    constraint = JSONConstraint(Grammar(tokenizer, NUMBERS), [EOS], Thoughts(tokenizer, "</think>"))
+    scores = torch.zeros(1, 300)
+    scores[0, EOS] = 1
+    whole = tokenizer("aé").input_ids
+    allowed = [
+        constraint(torch.tensor([[5, *whole[:count]]]), scores).isfinite() for count in range(len(whole) + 1)
+    ]
+    first = tokenizer("</think>").input_ids[0]
+    assert [row.nonzero().tolist() == [[0, first]] for row in allowed] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)

@@ -9,7 +9,7 @@ import pytest
 import trl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import CHAT, NAME, Server
+from served import ANSWER, CHAT, NAME, Server
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS, ReasoningText, ToolCall
@@ -201,21 +201,86 @@ def test_a_developer_speaks_as_the_system_where_a_template_knows_none():
     assert "Be s.\n\nBe d." in prompt("system", "developer")
 
 
-def test_an_answer_under_a_schema_has_no_thoughts_though_the_template_opens_them(nano):
+@pytest.fixture(scope="module")
+def thinker(nano):
+    """A server of wedlm-nano under templates that open thoughts, of which one can do without."""
+    model, tokenizer = nano
+    tokenizer = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
+    opens = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+    has_switch = tokenizer.chat_template + "{% if add_generation_prompt %}{# tools #}" + opens + "{% endif %}"
+    has_none = has_switch.replace(opens, "<think>\n")
+    with Server(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}) as server:
+        server.templates = {"switch": has_switch, "none": has_none}
+        yield server
+
+
+def told(choice):
+    """Content, thoughts, calls, and why it ended."""
+    calls = [call.function.model_dump() for call in choice.message.tool_calls or []]
+    return choice.message.content or "", getattr(choice.message, "reasoning_content", ""), calls, choice.finish_reason
+
+
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+ONE_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ONE}}
+F = {"type": "function", "function": {"name": "f", "parameters": ONE}}
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["switch", "none"]),
+    st.sampled_from([None, False, True]),
+    st.sampled_from([{"response_format": ONE_FORM}, {"response_format": {"type": "json_object"}},
+                     {"tools": [F], "tool_choice": "required"}, {"tools": [F], "response_format": ONE_FORM}]),
+    st.sampled_from([3, 60]),
+    st.sampled_from([{}, {"stop": ["25"]}, {"logprobs": True}, {"n": 2}]),
+)  # fmt: skip
+def test_thoughts_are_thoughts_and_what_follows_them_is_json(thinker, template, thinks, asked, limit, more):
+    """Whole, streamed and by AR decoding alike."""
+    thinker.tokenizer.chat_template = thinker.templates[template]
+    words = {} if thinks is None or template == "none" else {"chat_template_kwargs": {"enable_thinking": thinks}}
+    asked = {"max_tokens": limit, **asked, **more}
+    whole, ar = (thinker.chat(**asked, extra_body=words | how).choices for how in ({}, {"strategy": "ar"}))
+    assert [*map(told, ar)] == [*map(told, whole)]
+    delta = {"content": "", "reasoning_content": "", "calls": []}
+    for chunk in thinker.chat(**asked, extra_body=words, stream=True):
+        if chunk.choices[0].index == 0:
+            found = chunk.choices[0].delta.model_dump(exclude_none=True)
+            delta["content"] += found.get("content", "")
+            delta["reasoning_content"] += found.get("reasoning_content", "")
+            delta["calls"] += [each["function"] for each in found.get("tool_calls", [])]
+    content, thoughts, calls, reason = told(whole[0])
+    assert (delta["content"], delta["reasoning_content"], delta["calls"]) == (content, thoughts, calls)
+    has_thoughts = template == "none" or thinks is True
+    assert bool(thoughts) == has_thoughts
+    if has_thoughts and (limit == 3 or "stop" in more):
+        assert (content, reason) == ("", "length" if limit == 3 else "stop")
+    elif has_thoughts:
+        assert thoughts == ANSWER
+    if reason == "tool_calls":
+        assert json.loads(calls[0]["arguments"]) == {"a": 1}
+    elif reason == "stop" and "stop" not in more:
+        json.loads(content)
+
+
+def test_where_thoughts_end_must_be_known_if_json_is_to_follow_them(nano):
     model, tokenizer = nano
     tokenizer = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    wanted = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted}}
-    with Server(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}) as server:
-        asked = {"max_tokens": 60, "response_format": form}
-        message = server.chat(**asked).choices[0].message
-        assert json.loads(message.content) == {"a": 1} and not hasattr(message, "reasoning_content")
-        assert server.streamed(**asked)[0] == message.content
-        free = server.chat(max_tokens=4).choices[0].message
-        assert (free.content, bool(free.reasoning_content)) == ("", True)
-        with pytest.raises(openai.BadRequestError, match="knows no thoughts"):
-            server.chat(reasoning_effort="high")
+    form = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n"}
+    content = {"close": "<|im_end|>", "content": "text"}
+    endpoint = ChatEndpoint(ServedModel(NAME, model, tokenizer, {"strategy": "ar"}))
+    asked = json.dumps({"messages": CHAT, "response_format": ONE_FORM}).encode()
+    for pattern, closing in {r"</think>\s*": "</think>", r"<\|im_start\|>": "<|im_start|>", "(.)<": None}.items():
+        thoughts = {"open": "<think>", "close_pattern": pattern, "content": "text"}
+        tokenizer.response_template = form | {"fields": {"thinking": thoughts, "content": content}}
+        endpoint = ChatEndpoint(ServedModel(NAME, model, tokenizer, {"strategy": "ar"}))
+        if closing:
+            assert endpoint.read(asked)[1][0].thoughts.closing == tokenizer(closing).input_ids
+        else:
+            with pytest.raises(RequestError, match="no certain end"):
+                endpoint.read(asked)
+    with pytest.raises(RequestError, match="knows no thoughts"):
+        endpoint.read(json.dumps({"messages": CHAT, "reasoning_effort": "high"}).encode())
 
 
 def test_a_tool_that_must_be_called_is_called(nano):
