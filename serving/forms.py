@@ -37,7 +37,7 @@ _FORMS: dict[str, str | dict[str, Any]] = {
     ),
     "[TOOL_CALLS]": _form(
         "[/INST]",
-        {"open": "[TOOL_CALLS]", "close_pattern": r"(?#[ARGS][CALL_ID])(?=\[TOOL_CALLS\])|</s>|\Z"},
+        {"open": "[TOOL_CALLS]", "close_pattern": r"(?#[ARGS][CALL_ID])(?=\[TOOL_CALLS\])|</s>"},
         "</s>",
     ),
     "<start_function_call>": _form(
@@ -54,7 +54,7 @@ _FORMS: dict[str, str | dict[str, Any]] = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         {
             "open_pattern": r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)',
-            "close_pattern": r"\s*(?:<\|eot_id\|>|<\|eom_id\|>|\Z)",
+            "close_pattern": r"\s*(?:<\|eot_id\|>|<\|eom_id\|>)",
         },
         r"<\|eot_id\|>|<\|eom_id\|>",
     ),

@@ -17,24 +17,47 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from wedlm_hf.serving.calls import Answer, Asked, RequestError
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel
+from wedlm_hf.serving.forms import message_form
 from wedlm_hf.serving.message import CallParser, MessageParser, PlainParser
 
 TOKENIZER = tiny_tokenizer()
 FALLBACKS = {names[0]: template for names, template in _RESPONSE_TEMPLATE_FALLBACKS.items()}
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if "training" not in path.stem]
+# What chat templates hold that transformers has no form for, by the type of the model.
+LATER = {
+    "llama": (TEMPLATES / "llama3_2.jinja").read_text(),
+    "mistral": "{{ '[TOOL_CALLS]' }}",
+    "lfm2": "{{ '<|tool_call_start|>' }}",
+    "gemma3_text": "{{ '<start_function_call>' }}",
+}
+
+
+def form_of(template, model_type):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return message_form(tokenizer, model_type)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
+FORMS = FALLBACKS | {name: form_of(template, name) for name, template in LATER.items()}
 PARSERS = {
-    **{name: partial(MessageParser, load_response_template(template), "") for name, template in FALLBACKS.items()},
+    **{name: partial(MessageParser, load_response_template(form), "", TOOLS) for name, form in FORMS.items()},
     "plain": PlainParser,
     "call": partial(CallParser, ["f"]),
 }
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>", "<function=f>",
          "</function>", "<parameter=a>", "</parameter>", "<|tool_call>call:f", "<tool_call|>", "<|channel>thought\n",
-         "<channel|>"]  # fmt: skip
+         "<channel|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|eot_id|>", "<|eom_id|>", "</s>",
+         "<|tool_call_start|>", "<|tool_call_end|>", "<start_function_call>call:f", "<end_function_call>",
+         "<end_of_turn>"]  # fmt: skip
 CALLS = ['{"name": "f"}', '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {"n": 3}}', '{"name": f}',
          '[{"name": "f", "arguments": null}]', '{"name": "f", "arguments": "{}"}', '{"name": 5, "arguments": {}}',
          '{"name": "f", "arguments": {"x": NaN}}', '{"function": {"name": "f"}}', '{"name": "\\ud800"}', "[]", "null",
          '{"name": "f", "arguments": [1]}']  # fmt: skip
 ENOUGH = 10**6  # tokens
 WHOLE = [f"<tool_call>{call}</tool_call>" for call in CALLS]
+WHOLE += [f"[TOOL_CALLS]{call}" for call in CALLS] + ['[TOOL_CALLS]f[ARGS]{"n": 3}', '{"name": "f"}; {"name": "f"}']
 WRITTEN = st.lists(st.sampled_from([*WHOLE, *MARKS, *CALLS, "{", "}", "\n", "Hi ", "é", "5"]), max_size=9).map("".join)
 
 
@@ -105,6 +128,47 @@ def test_a_call_that_is_cut_is_no_call():
         assert all(isinstance(item, str) for item in answered(xml, PARSERS["qwen3_5"], limit=limit)[0])
 
 
+N3 = [ToolCall("f", '{"n": 3}')]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [
+    ("llama", '{"name": "f", "parameters": {"n": "3"}}', N3),
+    ("llama", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"n": 3}}<|eom_id|>', N3),
+    ("llama", '{"type": "function", "function": {"name": "f", "arguments": {"n": 3}}}', N3),
+    ("llama", '{"name": "f", "parameters": {"n": 3}}; {"name": "f", "parameters": {"n": 3}}', N3 * 2),
+    ("llama", 'So: {"name": "f", "parameters": {"n": 3}}', ["So: ", *N3]),
+    ("llama", '{"name": "Bob", "age": 3}', ['{"name": "Bob", "age": 3}']),
+    ("llama", '{"name": "f", "parameters": {"n": 3}', ['{"name": "f", "parameters": {"n": 3}']),
+    ("llama", '<|python_tag|>f.call(n=3)', ["<|python_tag|>f.call(n=3)"]),
+    ("llama", '{"a": 1}', ['{"a": 1}']),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"n": 3}, "id": "abcdefghi"}]</s>', N3),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 3}', N3), ("mistral", '[TOOL_CALLS]f{"n": 3}[TOOL_CALLS]f{"n": 3}', N3 * 2),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"n": 3}', N3),
+    ("mistral", "Hi [TOOL_CALLS] x", ["Hi [TOOL_CALLS] x"]),
+    ("lfm2", "<|tool_call_start|>[f(n=3), f(n=3)]<|tool_call_end|>Hi", [*N3 * 2, "Hi"]),
+    ("lfm2", "<|tool_call_start|>[f(3)]<|tool_call_end|>", ["<|tool_call_start|>[f(3)]<|tool_call_end|>"]),
+    ("gemma3_text", "<start_function_call>call:f{n:3}<end_function_call>", N3),
+    ("gemma3_text", "<start_function_call>call:f{s:<escape>a<escape>}<end_function_call>",
+     [ToolCall("f", '{"s": "a"}')]),
+    ("qwen2", '<tool_call>[{"name": "f", "arguments": {"n": "3"}}]</tool_call>', N3),  # SmolLM2's
+    ("qwen2", '<tool_call>{"name": "f", "arguments": {"n": 3}}{"name": "f", "arguments": {"n": 3}}</tool_call>',
+     N3 * 2),
+], ids=str)  # fmt: skip
+def test_each_family_calls_in_its_own_form(name, text, expected):
+    assert answered(text, PARSERS[name])[0] == answered(text, PARSERS[name], sizes=(5,))[0] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_form_is_found_by_the_chat_template_whatever_the_models_type(name):
+    """So a fine-tuned Llama with the template of Qwen is read as Qwen."""
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    found = form_of(template, "gpt2")
+    marks = ("<tool_call>", "<|tool_call>", "<|tool_call_start|>", '"parameters": ', "</think>")
+    assert (found is not None) == any(mark in template for mark in marks)
+    if found:
+        load_response_template(found)
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(WRITTEN)
 def test_a_client_gets_the_same_answer_whole_and_streamed_of_a_chat_and_of_responses(scripted, text):
@@ -150,8 +214,6 @@ def scripted():
         yield server
 
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if "training" not in path.stem]
 CALL = {"id": "c", "type": "function", "function": {"name": "verb", "arguments": '{"noun": "value"}'}}
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "function", "critic"])},
