@@ -27,6 +27,8 @@ from .text import StopTrimmer, TextDecoder
 log = logging.getLogger("wedlm_hf.serving")
 
 LARGEST_BATCH = 8  # requests that share a `generate` call
+# Tokens of short answers and of their prompts: those do not wait for a longer call to end.
+SHORT_ANSWER, SHORT_PROMPT = 64, 2048
 # Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect.
 ALONE = {"max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
@@ -146,6 +148,11 @@ class Answer:
         """Forwards that the answer took part in; in AR decoding one a token."""
         return self.forwards or len(self.tokens)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it takes few forwards."""
+        return self.limit <= SHORT_ANSWER and len(self.asked.prompt) <= SHORT_PROMPT
+
     def put(self, tokens: list[int]) -> None:
         """Takes new tokens; after the end they are padding."""
         for token in tokens:
@@ -223,10 +230,17 @@ class Answer:
 
 
 class Batch(BaseStreamer, StoppingCriteria):
-    """Sequences of one `generate` call: hands each its tokens, and ends each where it ends."""
+    """Sequences of one `generate` call: hands each its tokens, and ends each where it ends.
 
-    def __init__(self, answers: Sequence[Answer]):
-        self.answers = answers
+    Args:
+        answers: of the call.
+        let_in: is called between forwards; returns the forwards that it took, after as many of which it is called
+            again.
+    """
+
+    def __init__(self, answers: Sequence[Answer], let_in: Callable[[], int] = lambda: 0):
+        self.answers, self.let_in = answers, let_in
+        self.alone = 0  # forwards until others are let in
         self.width = max(len(answer.asked.prompt) for answer in answers)
         self.is_prompt = True
         self.logits: torch.Tensor | None = None  # `(B, V)`, which AR decoding chooses the next tokens from
@@ -261,6 +275,7 @@ class Batch(BaseStreamer, StoppingCriteria):
                 except Exception as error:  # concerns no other
                     log.exception("%s: failed", answer.request_id)
                     answer.fail(as_request_error(error))
+            self.alone = self.alone - 1 if self.alone else self.let_in()
         self.is_prompt = False
 
     def put_step(self, counts: list[tuple[int, int, int]]) -> None:
@@ -305,34 +320,44 @@ class CallManager:
         """Returns when everything submitted so far is over."""
         self.thread.submit(lambda: None).result(timeout=60)
 
-    def next_batch(self) -> list[Answer]:
-        """Takes out what is decoded next: the answer that has waited longest, and those that can share its call. A
-        request of many answers has its next ones behind the first ones of all others."""
+    def next_batch(self, is_short: bool = False) -> list[Answer]:
+        """Takes out what is decoded next: the answer that has waited longest, and those that can share its call; or
+        only short ones. A request of many answers has its next ones behind the first ones of all others."""
         with self.lock:
             self.waiting.sort(key=lambda answer: answer.index // LARGEST_BATCH)  # stable
-            kind = self.waiting[0].asked.kind if self.waiting else None
-            batch = [answer for answer in self.waiting if answer.asked.kind == kind][:LARGEST_BATCH]
+            found = [answer for answer in self.waiting if answer.is_short or not is_short]
+            batch = [answer for answer in found if answer.asked.kind == found[0].asked.kind][:LARGEST_BATCH]
             self.waiting = [answer for answer in self.waiting if answer not in batch]
         return batch
 
-    def _answer_next(self) -> None:
-        """On the thread that all calls share."""
+    def _answer_next(self, is_short: bool = False) -> int:
+        """On the thread that all calls share. Returns how many forwards it took."""
         batch = []
-        for answer in self.next_batch():
+        for answer in self.next_batch(is_short):
             answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
         try:
             if batch:
-                self._generate(batch)
+                self._generate(batch, is_short)
         except Exception as error:
             log.exception("a call failed")
             for answer in batch:
                 answer.fail(as_request_error(error))
+        return max((answer.forwards_taken for answer in batch), default=0)
 
-    def _generate(self, batch: list[Answer]) -> None:
+    def _let_in(self) -> int:
+        """Makes short answers while a longer call waits. Returns how many forwards they took."""
+        return self._answer_next(is_short=True) if self.waiting else 0
+
+    def _generate(self, batch: list[Answer], is_inside: bool = False) -> None:
+        """Makes answers; `is_inside`: between two forwards of another call."""
         asked, start = batch[0].asked, time.perf_counter()
         config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
-        streamer = Batch(batch)
+        # A seed is for all random numbers of its call, a time for all that happens in it, and a static cache is the
+        # model's only one.
+        own = asked.seed, config.max_time, config.cache_implementation
+        is_patient = not is_inside and own == (None, None, None) and not all(answer.is_short for answer in batch)
+        streamer = Batch(batch, self._let_in) if is_patient else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         if processors := asked.processors:
             keywords["logits_processor"] = processors

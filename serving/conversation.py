@@ -7,7 +7,7 @@ from typing import Any
 from ..generation.versions import named_thoughts
 from ..training.written import missing_piece, squeezed
 from .calls import RequestError
-from .limits import counted_lines
+from .limits import LineCounter
 from .message import THOUGHTS
 
 Message = dict[str, Any]
@@ -16,6 +16,7 @@ Message = dict[str, Any]
 UNWRITTEN = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS}
 # What templates call their switch for thoughts, where they have one.
 SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
+NEAR = 2000  # characters that a template may write between two messages
 EFFORT = re.compile(rf"(?<![.\w'\"])({'|'.join(SWITCHES)})(?![\w'\"])")
 
 
@@ -31,6 +32,7 @@ class Conversation:
     def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Any):
         self.tokenizer, self.tools = tokenizer, tools
         self.words: dict[str, Any] = {}  # keywords of the template
+        self.lines = LineCounter()
         self.source = str(tokenizer.get_chat_template(None, tools))
         self.messages: list[Message] = []
         for message in messages:
@@ -96,7 +98,7 @@ class Conversation:
     def _written(self, messages: Sequence[Message], **how: Any) -> str:
         words = {"tokenize": False, "add_generation_prompt": True} | self.words | how
         try:
-            with counted_lines():
+            with self.lines.counting():
                 return str(self.tokenizer.apply_chat_template(messages, tools=self.tools, **words))
         except Exception as error:  # a template is a program: whatever it raises is about what it was given
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
@@ -109,8 +111,14 @@ class Conversation:
             written = set(re.findall(r"<mark-\d+>", self._written(marked)))
         except RequestError:  # it looks into the texts
             written = {*marks}
+        place = 0  # behind the messages so far: templates write them in their order
         for number, (message, mark) in enumerate(zip(self.messages, marks, strict=True)):
-            piece = missing_piece(message, whole)
+            content = squeezed(message["content"])
+            near = whole[place : place + 2 * len(content) + NEAR]
+            piece = missing_piece(message, near)
+            if piece is not None:
+                piece, near, place = missing_piece(message, whole), whole, 0
+            place += max(0, near.find(content))
             if piece is not None or (mark and mark not in written):
                 what = f"{(message['content'] if piece is None else piece)!r:.80}, of the role {message['role']!r}"
                 raise RequestError(

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MOST_LINES = 2**20  # that a chat template may run: about a second
+MOST_LINES = 2**20  # that a chat template may run for a request: about a second
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
 LINES_IN_A_ROW = 256  # then other threads have their turn, which else would wait 5 ms for each of theirs
 PATIENCE = 30  # seconds for a trial on a machine that is busy
 TRIALS = 4  # at a time
 
-# Making a grammar may take minutes and gigabytes, and no thread can be ended: it is tried where that is possible.
-# The numbers are seconds and bytes; there is no `resource` on Windows.
+# Making a grammar may take minutes and gigabytes, and no thread can be ended: it is tried where that is possible. All
+# else waits while it is made here. The numbers are seconds and bytes; there is no `resource` on Windows.
 TRIAL = """
-import os, sys
+import os, sys, time
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
@@ -27,42 +27,50 @@ except ImportError:
     pass
 from llguidance import LLMatcher, LLTokenizer
 grammar = LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode())
+begin = time.process_time()
 LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_bitmask()
+sys.exit(100 * (time.process_time() - begin > 0.25))
 """
+TOOK_LONG = 100
 
 _turns = threading.BoundedSemaphore(TRIALS)
 
 
-@contextmanager
-def counted_lines() -> Iterator[None]:
-    """Ends templates that are rendered inside, on this thread, by `TimeoutError` once they have run too many lines."""
-    left, before = MOST_LINES, sys.gettrace()
+class LineCounter:
+    """Ends templates by `TimeoutError` once they have run too many lines, all those of a request together."""
 
-    def count(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename != TEMPLATE:
-            return None
-        left -= 1
-        if left <= 0:
-            raise TimeoutError("it takes too long")
-        if left % LINES_IN_A_ROW == 0:
-            time.sleep(0)
-        return count
+    def __init__(self) -> None:
+        self.left = MOST_LINES
 
-    sys.settrace(count)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts lines of templates that are rendered inside, on this thread."""
+        before = sys.gettrace()
+
+        def count(frame: Any, event: str, argument: Any) -> Any:
+            if frame.f_code.co_filename != TEMPLATE:
+                return None
+            self.left -= 1
+            if self.left <= 0:
+                raise TimeoutError("it takes too long")
+            if self.left % LINES_IN_A_ROW == 0:
+                time.sleep(0)
+            return count
+
+        sys.settrace(count)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
 
 
 def can_be_built(schema: str) -> bool:
-    """Whether llguidance makes the grammar of a JSON schema within a second of processor time and a gigabyte. A schema
-    that is wrong can be refused as fast."""
+    """Whether llguidance makes the grammar of a JSON schema within a quarter of a second and a gigabyte. A schema that
+    is wrong can be refused as fast."""
     try:
         command = [sys.executable, "-I", "-c", TRIAL]
         with _turns:
             done = subprocess.run(command, input=schema.encode(), capture_output=True, timeout=PATIENCE)
-        return done.returncode >= 0
+        return done.returncode >= 0 and done.returncode != TOOK_LONG
     except subprocess.TimeoutExpired:
         return False

@@ -36,7 +36,9 @@ from .page import page
 from .page.page import Replays
 from .responses import Response, Vocabulary
 
-READERS = 32  # requests that are read at a time: each of them may take seconds
+READERS = 32  # requests that are read at a time
+# Of those that may take seconds to read; each takes the interpreter from the forwards.
+DEAR_READERS, LONG, DEAR = 4, 2**15, re.compile(rb"schema|tool|\\\\u00")
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 REQUEST_ID, PLAIN_ID = "x-request-id", re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SECONDS_TO_END = 20  # for forwards that run when the server ends
@@ -72,6 +74,7 @@ class Desk:
         self.running = WeakSet[Any]()  # answers and replays
         # Reading takes time where a prompt is long: the event loop, and with it all streams, would wait.
         self.readers = ThreadPoolExecutor(READERS, "wedlm-read")
+        self.dear_readers = ThreadPoolExecutor(DEAR_READERS, "wedlm-read-long")
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Any:
         """The response to a request. It is given up when the client goes away, or the server ends. Raises
@@ -88,7 +91,8 @@ class Desk:
             answers = [Answer(each, request_id, tokenizer, send, index) for index, each in enumerate(asked)]
             return asks, endpoint.response(request_id, self.served.name, answers, asks.n, queue, self.vocabulary)
 
-        asks, response = await loop.run_in_executor(self.readers, read)
+        is_dear = len(body) > LONG or DEAR.search(body) is not None
+        asks, response = await loop.run_in_executor(self.dear_readers if is_dear else self.readers, read)
         self.running.update(response.answers)
 
         async def listen() -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,13 @@ from served import CHAT, IMAGE, NAME, Server, post, refusal
 from tiny import tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from wedlm_hf.serving import limits
+from wedlm_hf.serving import conversation, limits
+from wedlm_hf.serving import endpoints as endpoints_module
 from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError, as_request_error
+from wedlm_hf.serving.conversation import Conversation, missing_piece
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
+from wedlm_hf.serving.server import DEAR_READERS, READERS
 
 SCHEMA = {"name": "x", "schema": {"not": {}}}
 ASKS = b'{"messages": [{"role": "user", "content": "?"}], '
@@ -265,6 +269,92 @@ def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
         deep = json.loads('{"items":' * 200 + "{}" + "}" * 200)
         form = {"type": "json_schema", "json_schema": {"schema": deep}}
         assert refusal(server, asked | {"response_format": form})[0] == 400
+
+
+def test_what_is_compared_of_a_long_chat_grows_with_its_length_alone(endpoints, monkeypatch):
+    compared = []
+
+    def counting(message, text):
+        compared.append(len(text))
+        return missing_piece(message, text)
+
+    monkeypatch.setattr(conversation, "missing_piece", counting)
+    tokenizer = endpoints["messages"][0].served.tokenizer
+    turns = [
+        {"role": role, "content": f"{role} {number} says"} for number in range(1000) for role in ("user", "assistant")
+    ]
+    text = Conversation(tokenizer, turns, None).text()
+    assert sum(compared) < 2100 * len(turns) < len(text) * len(turns) / 20
+
+
+def test_all_templates_of_a_request_count_their_lines_together(endpoints):
+    tokenizer = endpoints["messages"][0].served.tokenizer
+    chat = Conversation(tokenizer, CHAT, None)
+    chat.generation_prompt()  # twice
+    once = (limits.MOST_LINES - chat.lines.left) // 2
+    chat.text()
+    assert limits.MOST_LINES - chat.lines.left >= 4 * once > 0
+    chat.lines.left = 1
+    with pytest.raises(RequestError, match="it takes too long"):
+        chat.text()
+
+
+def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(nano, monkeypatch):
+    """As many as there are threads for all: schemas, tools and long bodies."""
+    running, most, go_on = [], [], threading.Event()
+
+    def wait(schema):
+        running.append(1)
+        most.append(len(running))
+        go_on.wait(60)
+        running.pop()
+        return True
+
+    monkeypatch.setattr(endpoints_module, "can_be_built", wait)
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+    with Server(*nano, {"strategy": "ar"}) as server, ThreadPoolExecutor(READERS + 4) as pool:
+        body = {"messages": CHAT, "max_tokens": 2}
+        waiting = [pool.submit(post, server, body | {"response_format": form}) for _ in range(READERS + 4)]
+        while len(running) < DEAR_READERS:
+            time.sleep(0.01)
+        post(server, body)
+        assert not any(each.done() for each in waiting)
+        go_on.set()
+        assert all(each.result().status == 200 for each in waiting)
+        assert max(most) == DEAR_READERS
+
+
+def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_are_as_if_alone(nano):
+    """And the longer call goes on for as many forwards before the next."""
+    with Server(*nano, {"strategy": "ar"}) as server:
+        forwards, asked = [], {"max_tokens": 100, "extra_body": {"min_new_tokens": 100}}
+        alone = server.text(**asked), server.text(max_tokens=6), server.text(**asked, logprobs=True, top_logprobs=3)
+        hook = server.model.register_forward_hook(lambda *_: forwards.append(1))
+        calls = server.app.state.desk.calls
+        take, taken = calls._let_in, []
+
+        def let_in():
+            while len(forwards) > 10 and len(taken) < 2 and not calls.waiting:
+                time.sleep(0.001)  # until the short ones are there
+            before = len(forwards)
+            if count := take():
+                taken.append((before, len(forwards), count))
+            return count
+
+        calls._let_in = let_in
+        with ThreadPoolExecutor(3) as pool:
+            long = pool.submit(server.chat, **asked, logprobs=True, top_logprobs=3)
+            while len(forwards) < 10:
+                time.sleep(0.001)
+            texts = [pool.submit(server.text, max_tokens=6, seed=seed) for seed in (1, 2)]
+            assert [each.result() for each in texts] == [alone[1]] * 2
+            assert not long.done()
+            choice = long.result().choices[0]
+        hook.remove()
+        assert choice.message.content == alone[0] == alone[2]
+        assert "".join(each.token for each in choice.logprobs.content) == alone[0]
+        (_, end, count), (begin, _, _) = taken
+        assert begin - end >= count == 6
 
 
 def test_few_grammars_are_tried_at_a_time_as_each_may_take_a_gigabyte(monkeypatch):
