@@ -308,6 +308,7 @@ class CallManager:
         self.thread = InferenceThread()
         self.lock = threading.Lock()
         self.waiting: list[Answer] = []
+        self.is_inside = False  # between two forwards of a call
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Takes answers that are to be made."""
@@ -337,7 +338,7 @@ class CallManager:
             answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
         try:
             if batch:
-                self._generate(batch, is_short)
+                self._generate(batch)
         except Exception as error:
             log.exception("a call failed")
             for answer in batch:
@@ -346,18 +347,23 @@ class CallManager:
 
     def _let_in(self) -> int:
         """Makes short answers while a longer call waits. Returns how many forwards they took."""
-        return self._answer_next(is_short=True) if self.waiting else 0
+        if self.is_inside or not self.waiting:
+            return 0
+        self.is_inside = True
+        try:
+            return self._answer_next(is_short=True)
+        finally:
+            self.is_inside = False
 
-    def _generate(self, batch: list[Answer], is_inside: bool = False) -> None:
-        """Makes answers; `is_inside`: between two forwards of another call."""
+    def _generate(self, batch: list[Answer]) -> None:
         asked, start = batch[0].asked, time.perf_counter()
         config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
         # A seed is for all random numbers of its call, a time for all that happens in it, and a static cache is the
         # model's only one.
         own = asked.seed, config.max_time, config.cache_implementation
-        is_patient = not is_inside and own == (None, None, None) and not all(answer.is_short for answer in batch)
-        streamer = Batch(batch, self._let_in) if is_patient else Batch(batch)
+        is_long = not all(answer.is_short for answer in batch)
+        streamer = Batch(batch, self._let_in) if is_long and own == (None, None, None) else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         if processors := asked.processors:
             keywords["logits_processor"] = processors

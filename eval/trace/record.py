@@ -1,6 +1,5 @@
 """Decodes prompts and keeps every step, next to AR decoding of the same prompts at the same clock."""
 
-import copy
 import itertools
 import json
 import sys
@@ -8,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -75,30 +74,41 @@ def record_prompt(
     call, and what it returns gets the tokens as they come; `run` makes the calls, on another thread, say.
     """
     calls: dict[str, list[Call]] = {name: [] for name in decoders}
+    noted: list[Noted] = []  # of AR decoding
     for turn in itertools.count():
         if turn > repeats:  # recorded calls count only where there are no others
             own, *ar = (in_turn([call[0][0] for call in some[1:] or some]) for some in calls.values())
             if turn > MOST_TURNS or not ar or Speed.of(ar, [own]).is_possible:
                 break
         for name, options in decoders.items():
-            keywords = _keeping(options, name) if not turn else dict(options)
+            keywords = dict(options) | ({"output_trace": True} if not turn and name != AR else {})
             keywords |= {"logits_processor": [processors()]} if processors else {}
             stream = None if turn or streamer is None else streamer(name)
             call = partial(decode_call, model, tokenizer, [tokens], keywords, stream, seed=seed)
-            calls[name].append(run(call))
-    runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
+            calls[name].append(run(partial(_noting, model, noted, call) if not turn and name == AR else call))
+    runs = [_run(model, tokenizer, options, tokens, calls[name], noted) for name, options in decoders.items()]
     return Recording(prompt, tokens, runs)
 
 
-def _keeping(options: Options, name: str) -> dict[str, Any]:
-    """The keywords with which `generate` keeps what is recorded."""
-    if name != AR:
-        return {**options, "output_trace": True}
-    if (config := options.get("generation_config")) is None:
-        return {**options, "output_logits": True}
-    config = copy.copy(config)  # transformers takes settings of its own from there, or as keywords
-    config.output_logits = True
-    return {**options, "generation_config": config}
+class Noted(NamedTuple):
+    """Of the distribution of a token."""
+
+    entropy: float  # nats
+    shares: list[tuple[int, float]]  # the likeliest tokens and their probabilities
+
+
+def _noting(model: WeDLMForCausalLM, noted: list[Noted], call: Callable[[], Call]) -> Call:
+    """Makes a call of AR decoding, and notes each token's distribution: all logits would take gigabytes."""
+
+    def note(_: Any, inputs: Any, output: Any) -> None:
+        logits = output.logits[:, -1].float()
+        noted.append(Noted(token_entropy(logits).item(), _shares(*likeliest(logits))[0]))
+
+    hook = model.register_forward_hook(note)
+    try:
+        return call()
+    finally:
+        hook.remove()
 
 
 def trace_of(
@@ -129,6 +139,7 @@ def _run(
     options: Options,
     prompt: list[int],
     calls: Sequence[Call],
+    noted: Sequence[Noted],
 ) -> Run:
     """What the first call recorded, with the medians of the clocks of the others' same forwards."""
     ((decoding,), output, counter), *timed = calls
@@ -138,7 +149,7 @@ def _run(
     shown = {"strategy": options["strategy"], **(stored.to_diff_dict() if stored else {})}
     shown |= {name: value for name, value in options.items() if name not in (*SETTING_NAMES, "generation_config")}
     if options["strategy"] == AR:
-        steps = _ar_steps(prompt, decoding.tokens, starts, torch.cat(output.logits).float())
+        steps = _ar_steps(prompt, decoding.tokens, starts, noted)
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:
         settings = settings_in_effect(model, options)
@@ -167,11 +178,12 @@ def settings_in_effect(model: WeDLMForCausalLM, options: Options) -> WeDLMGenera
     return WeDLMGenerationSettings.from_generation_config(config, model.config, needs_mask_token=needs_mask_token)
 
 
-def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: Any) -> list[RecordedForward]:
-    """The first forward reads the prompt, each other one the last token; logits `(len(tokens), V)`."""
+def _ar_steps(
+    prompt: list[int], tokens: list[int], starts: list[float], noted: Sequence[Noted]
+) -> list[RecordedForward]:
+    """The first forward reads the prompt, each other one the last token."""
     steps, sequence, first = [], prompt + tokens, 0
-    numbers = zip(starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
-    for final, (start, entropy, shares) in enumerate(numbers, 1):
+    for final, (start, (entropy, shares)) in enumerate(zip(starts, noted, strict=True), 1):
         end = len(prompt) + final - 1
         positions, kinds = list(range(first, end)), (PENDING if first else PROMPT) * (end - first)
         predictions = [Prediction(end, "ar", round(entropy, 5), sequence[end], shares)]

@@ -81,9 +81,7 @@ def test_a_character_that_is_not_whole_does_not_end_thoughts(tokenizer):
     scores = torch.zeros(1, 300)
     scores[0, EOS] = 1
     whole = tokenizer("aé").input_ids
-    allowed = [
-        constraint(torch.tensor([[5, *whole[:count]]]), scores).isfinite() for count in range(len(whole) + 1)
-    ]
+    allowed = [constraint(torch.tensor([[5, *whole[:count]]]), scores).isfinite() for count in range(len(whole) + 1)]
     first = tokenizer("</think>").input_ids[0]
     assert [row.nonzero().tolist() == [[0, first]] for row in allowed] == [True, True, False, True]
 

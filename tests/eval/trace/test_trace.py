@@ -153,6 +153,20 @@ def test_entropies_are_those_of_the_model(model, recorded):
             assert [share for _, share in guess.likeliest] == pytest.approx(kept, abs=1e-4)
 
 
+def test_recording_ar_decoding_keeps_no_logits(model, monkeypatch):
+    """Those of a long answer over a large vocabulary would take gigabytes."""
+    outputs = []
+
+    def spy(*args, **kwargs):
+        outputs.append(decode_call(*args, **kwargs))
+        return outputs[-1]
+
+    monkeypatch.setattr(recording_code, "decode_call", spy)
+    decoders = {"ar": {"strategy": "ar", "max_new_tokens": 5}}
+    made = recording_code.record_prompt(model, tiny_tokenizer(), "?", [5, 6, 7], decoders, repeats=0, seed=0)
+    assert len(made.runs[0].steps) == 5 and all(output.logits is None for _, output, _ in outputs)
+
+
 def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "window_size", 4, raising=False)
     monkeypatch.setattr(model.generation_config, "entropy_threshold", 1.5, raising=False)
