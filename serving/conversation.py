@@ -71,7 +71,7 @@ class Conversation:
             self.words |= {} if effort is None else {switch: effort}
         elif switch is not None and (effort is not None or (has_grammar and switch not in words)):
             self.words[switch] = wants
-        return wants or bool(words.get("enable_thinking") or words.get("thinking"))
+        return wants or any(words.get(name) for name in found if name != "reasoning_effort")
 
     def text(self) -> str:
         """The prompt. Raises `RequestError` for messages that the template refuses or leaves out."""
