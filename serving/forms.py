@@ -53,7 +53,7 @@ _FORMS: dict[str, str | dict[str, Any]] = {
     '"parameters": ': _form(
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         {
-            "open_pattern": r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type|function)"\s*:)',
+            "open_pattern": r'(?:<\|python_tag\|>\s*)?(?=(?:\[\s*)?\{\s*"(?:name|type|function)"\s*:)',
             "close_pattern": r"\s*(?:<\|eot_id\|>|<\|eom_id\|>)",
         },
         r"<\|eot_id\|>|<\|eom_id\|>",

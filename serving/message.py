@@ -165,7 +165,7 @@ class MessageParser(ResponseParser):
             else:
                 super()._close_current(events)
                 calls = calls_in(events[-1]["value"])
-            if self._buffer.startswith("{", self._begin) and not {call.name for call in calls} <= self._names:
+            if self._buffer.startswith(("{", "["), self._begin) and not {call.name for call in calls} <= self._names:
                 raise ValueError("JSON that is no call")
             self._reset_to_implicit()
             for call in calls:
@@ -218,7 +218,7 @@ def calls_in(value: Any) -> list[ToolCall]:
 
 
 # What stands between calls, and the name in front of the arguments, as newer models of Mistral's write it.
-_BETWEEN, _NAME = re.compile(r"[\s;,]*"), re.compile(r"([^\s\[\]{}\"]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BETWEEN, _NAME = re.compile(r"[\s;,]*"), re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
 def calls_in_text(text: str) -> list[ToolCall]:
