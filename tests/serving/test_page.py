@@ -369,11 +369,8 @@ def test_it_fits_a_phone_in_the_dark_says_where_it_scrolls_and_every_control_has
     act(page, "Race")
     trace_of(page)
     page.evaluate("pause(), seek(duration())")  # where the chips say most
-    edge = "node => node.getBoundingClientRect().right"
-    chips = (
-        f"[...document.querySelectorAll('.two .chip')].every(chip => ({edge})(chip) < ({edge})(chip.closest('.pane')))"
-    )
-    assert page.evaluate(chips)
+    assert page.evaluate("""() => [...document.querySelectorAll(".two .chip")].every(
+        chip => chip.getBoundingClientRect().right <= chip.closest(".pane").getBoundingClientRect().right)""")
     page.evaluate("seek(moments(runs()[0])[3])")
     assert page.evaluate(narrow)
     assert page.locator(".controls").bounding_box()["height"] < 844 / 6
