@@ -43,6 +43,11 @@ class AttachedModel(WeDLMGenerationMixin):
     mask_adapter: MaskAdapter
     base_class: type
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new model, as `type(model)(config)` and `type(model).from_pretrained(…)` ask for one, is the base's: a
+        mask adapter is put on a model that is there."""
+        return cls.base_class(*args, **kwargs)
+
     @property
     def has_mask_adapter(self) -> bool:  # type: ignore[override]
         """Whether decoding uses the mask adapter."""
@@ -124,7 +129,9 @@ class AttachedModel(WeDLMGenerationMixin):
 
 
 def _rebuilt(base: type, make: Any, *rest: Any) -> Any:
-    return make(_attached(base), *rest)
+    made = make(base, *rest)
+    made.__class__ = _attached(base)
+    return made
 
 
 @cache

@@ -18,6 +18,7 @@ from test_mask_adapter import SMALL
 from test_mask_adapter import with_adapter as attached
 from test_states import STATEFUL
 from tiny import tiny_llama as llama
+from tiny import tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -156,6 +157,20 @@ def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path):
     assert type(plain) is LlamaForCausalLM
     assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
     assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+@pytest.mark.parametrize("make", [llama, tiny_model])
+def test_the_class_of_a_model_with_an_adapter_makes_models_without_one(make, tmp_path):
+    model = attached(make())
+    kind, expected = type(model), model.generate(PROMPT, **GREEDY)
+    model.save_pretrained(tmp_path)
+    loaded, info = kind.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for new in (kind(model.config), kind._from_config(model.config), loaded):
+        assert type(new) is kind.base_class
+        assert attached(new).generate(PROMPT, **VERIFIED).equal(new.generate(PROMPT, **GREEDY))
+    assert loaded.generate(PROMPT, **GREEDY).equal(expected)
+    assert copy.deepcopy(model).has_mask_adapter and type(copy.deepcopy(model)) is kind
 
 
 @pytest.mark.parametrize("how", ["resized", "replaced"])
