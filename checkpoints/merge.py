@@ -39,12 +39,15 @@ def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
         config = PeftConfig.from_pretrained(name)
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(f"The adapter {name!r} cannot be merged: {config.peft_type.value} changes no weights.")
-        _add_rows(model, name)
+        _add_rows(model, name, config)
         probe = _probe(model, config)
+        is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         wrapped = get_peft_model(model, config)
         found = wrapped.load_adapter(name, "default")
-    # PEFT saves the embeddings of a model that was resized twice, the second time with names that it does not read.
-    unknown = [key for key in found.unexpected_keys if not re.search(r"\.(modules_to_save|original_module)\.", key)]
+    # PEFT saves the embeddings of a model that was resized twice, the second time with names that it does not read; of
+    # tied ones, it saves the trained rows under both names, and reads the first.
+    again = r"\.(modules_to_save|original_module)\." + (r"|\.token_adapter\." if is_tied else "")
+    unknown = [key for key in found.unexpected_keys if not re.search(again, key)]
     if unknown:
         raise ValueError(f"The adapter {name!r} belongs to another model: this one has no {unknown[0]!r}.")
     try:
@@ -64,24 +67,50 @@ def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
     return merged.requires_grad_(True)  # PEFT had frozen the weights
 
 
-def _add_rows(model: Any, adapter: str) -> None:
-    """Gives the model as many embeddings as the adapter stores."""
+def _add_rows(model: Any, adapter: str, config: Any) -> None:
+    """Gives the model as many embeddings as the adapter was trained with. Raises `ValueError` where the adapter lacks
+    new ones: PEFT does not store those of a matrix that it leaves alone."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if module in tables)
+    names = {f"base_model.model.{name}.": module for name, module in model.named_modules() if module in tables}
     found = find_checkpoint(adapter, file=ADAPTER_FILE)
     with safe_open(str(find_file(adapter, ADAPTER_WEIGHTS, **found)), "pt") as tensors:
-        stored = [key for key in tensors.keys() if key.startswith(names) and key.endswith("weight")]  # noqa: SIM118
-        rows = {tensors.get_slice(key).get_shape()[0] for key in stored if ".lora_" not in key}
-    if len(rows) == 1 and rows != {len(tables[0].weight)}:
-        model.resize_token_embeddings(*rows)
+        shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118
+    old, rows, whole = len(tables[0].weight), set[int](), set[int]()  # whole: tables that are stored with all rows
+    for key, shape in shapes.items():
+        for name in (name for name in names if key.startswith(name)):
+            if ".lora_B." in key:
+                rows.add(shape[0])
+            elif ".lora_embedding_A" in key:
+                rows.add(shape[1])
+            elif key.endswith("weight") and ".lora_" not in key:
+                rows.add(shape[0])
+                whole.add(id(names[name].weight))
+    if not rows:
+        rows = {max(old, *(token + 1 for token in _trained_rows(config)), 0)}
+    if len(rows) != 1 or rows == {old}:
+        return
+    (size,) = rows
+    missing = {*range(old, size)} - {*_trained_rows(config)}
+    is_lost = [id(table.weight) not in whole for table in tables]
+    model.resize_token_embeddings(size)
+    if missing and any(is_lost):
+        raise ValueError(
+            f"The adapter {adapter!r} was trained with {size - old} more tokens than the model has, and does not hold "
+            "the embeddings of all of them: merge it where it was trained, or save it with "
+            "`save_embedding_layers=True`."
+        )
+
+
+def _trained_rows(config: Any) -> list[int]:
+    """Tokens whose embeddings the adapter trains one by one."""
+    named = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
+    return [token for each in named.values() for token in each] if isinstance(named, dict) else list(named)
 
 
 def _probe(model: Any, config: Any) -> torch.Tensor:
     """`(1, L)` int64: tokens from the whole vocabulary, and those whose embeddings the adapter trains one by one."""
     last = len(model.get_input_embeddings().weight) - 1
-    named = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
-    named = [token for rows in named.values() for token in rows] if isinstance(named, dict) else named
-    tokens = [last * place // (_PROBES - 1) for place in range(_PROBES)] + list(named)[:_PROBES]
+    tokens = [last * place // (_PROBES - 1) for place in range(_PROBES)] + _trained_rows(config)[:_PROBES]
     return torch.tensor([tokens], device=model.device)
 
 
@@ -98,6 +127,12 @@ def _untie(model: Any) -> bool:
     """Gives the head weights of its own where they are the embeddings' and the adapter changes one of them: merged
     into one matrix, it would change both."""
     embeddings, head = _tables(model)
+    if hasattr(head, "token_adapter"):  # a LoRA around the rows that are trained one by one
+        own = head.token_adapter.get_base_layer()
+        own.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.get_output_embeddings().base_layer = own
+        model.config.tie_word_embeddings = False
+        return True
     is_changed = embeddings is not model.get_input_embeddings() or head is not model.get_output_embeddings()
     if not is_changed or embeddings.weight is not head.weight:
         return False

@@ -115,6 +115,32 @@ def test_added_tokens_come_with_their_rows_and_the_command_writes_them(tmp_path)
     assert "<tool>" in tokenizer.get_vocab()
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_rows_that_are_trained_one_by_one_merge_beside_added_tokens_and_a_lora_of_the_head(tmp_path, is_tied):
+    base = write_checkpoint(tmp_path / "base", tiny_model(tie_word_embeddings=is_tied))
+    trained = [
+        ([VOCAB_SIZE, VOCAB_SIZE + 1, 5], ["q_proj"], VOCAB_SIZE + 2),
+        ([5, 6], ["q_proj"], VOCAB_SIZE + 3),
+        ([5, 200], ["q_proj", "lm_head"], None),
+    ]
+    for number, (tokens, targets, rows) in enumerate(trained):
+        folder = tmp_path / str(number)
+        config = LoraConfig(**LORA | {"target_modules": targets, "trainable_token_indices": tokens})
+        expected = write_adapter(folder, config, base, rows=rows)
+        model = load_adapted(base, folder)[0]
+        assert error(model, expected) < 1e-5
+        model.save_pretrained(tmp_path / f"{number}-merged")
+        assert error(load_model(tmp_path / f"{number}-merged"), expected) < 1e-5
+
+
+def test_added_tokens_whose_embeddings_the_adapter_lacks_are_refused(tmp_path):
+    base = write_checkpoint(tmp_path / "base", tiny_model(tie_word_embeddings=False))
+    for name in ("lm_head", "embed_tokens"):
+        config = LoraConfig(**LORA | {"target_modules": ["q_proj", name]})
+        write_adapter(tmp_path / name, config, base, rows=VOCAB_SIZE + 3)
+        refused(base, tmp_path / name, "was trained with 3 more tokens than the model has, and does not hold")
+
+
 def refused(base, adapter, said):
     with pytest.raises(ValueError, match=said):
         load_adapted(base, adapter)
