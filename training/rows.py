@@ -16,12 +16,13 @@ from ..console.prompts import encoding_of, is_unicode
 # arguments of all others, as nulls.
 _TEXT, _PLACE = "json_text", "json_place"
 _WANTED = "each line must be a JSON object: "
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+_DELIMITERS = ",;\t"  # of cells: that which finds most columns, as spreadsheets write one or the other
 
 
 def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
-    """Reads a JSONL, JSON, Parquet or CSV file, or a dataset of the Hub (or a folder that `datasets` reads). A file is
-    one split, of any name; slices such as `"train[:100]"` hold there too. Rows of JSON files are read by [`row_of`].
+    """Reads a JSONL, JSON, Parquet, CSV or TSV file, or a dataset of the Hub (or a folder that `datasets` reads). A
+    file is one split, of any name; slices such as `"train[:100]"` hold there too. [`row_of`] reads rows of JSON files.
     Raises `OSError` for a file that is not there, and `ValueError` for a row that is no JSON object, with its place,
     and a `config_name` beside a file."""
     path = Path(name)
@@ -50,14 +51,19 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
 
 def _as_text(path: Path) -> dict[str, Any]:
-    """Settings of `load_dataset` with which every cell of a CSV file stays the text that it is. Raises `ValueError`
-    for a line with more cells than the first one, and for a name that is there twice."""
+    """Settings of `load_dataset` with which every cell of a CSV file stays the text that it is; cells have commas,
+    semicolons or tabs between them. Raises `ValueError` for a line with more cells than the first one, and for a name
+    that is there twice."""
     with path.open("rb") as file:
         encoding = encoding_of(file.read(4))
     limit = csv.field_size_limit(2**31 - 1)  # texts may be long
     try:
         with path.open(encoding=encoding, newline="") as file:
-            rows = csv.reader(file)
+            first = file.readline()
+            counts = {each: len(next(csv.reader([first], delimiter=each), [])) for each in _DELIMITERS}
+            delimiter = max(counts, key=lambda each: counts[each])
+            file.seek(0)
+            rows = csv.reader(file, delimiter=delimiter)
             columns = next(rows, [])
             if double := sorted({name for name in columns if columns.count(name) > 1}):
                 raise ValueError(f"the column {double[0]!r} is there twice")
@@ -65,14 +71,14 @@ def _as_text(path: Path) -> dict[str, Any]:
                 if len(row) > len(columns):
                     wanted = f"{len(columns)} cells, as the first line says"
                     raise ValueError(
-                        f"line {rows.line_num} must have {wanted}, got {len(row)}. Quote text with commas"
+                        f"line {rows.line_num} must have {wanted}, got {len(row)}. Quote text with {delimiter!r}"
                     )
     except csv.Error as error:
         raise ValueError(str(error)) from error
     finally:
         csv.field_size_limit(limit)
     features = Features({name: Value("string") for name in columns})
-    return {"features": features, "keep_default_na": False, "encoding": encoding}
+    return {"features": features, "keep_default_na": False, "encoding": encoding, "sep": delimiter}
 
 
 def row_of(example: Mapping[str, Any], index: int, name: str) -> tuple[dict[str, Any], str, bool]:

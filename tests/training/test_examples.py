@@ -1,5 +1,6 @@
 """What is taught is what was written: tool calls, thoughts, empty and odd turns; files as other systems write them."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -266,6 +267,16 @@ def test_no_cell_of_a_csv_file_is_moved_or_lost(tmp_path, text, message):
     for streaming in (False, True):
         with pytest.raises(ValueError, match=re.escape(message)):
             load(str(tmp_path / "data.csv"), streaming=streaming)
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t"])
+def test_cells_have_commas_semicolons_or_tabs_between_them_as_spreadsheets_write_them(tmp_path, between):
+    rows = [("instruction", "output"), ("a, b; c\td", "x"), ("1", "2,5")]
+    for name in ("data.csv", "data.tsv"):
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file, delimiter=between).writerows(rows)
+        read = list(load(str(tmp_path / name)))
+        assert read == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
 
 
 def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
