@@ -1,7 +1,7 @@
 """GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -26,15 +27,55 @@ _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endofte
 def parsed_once() -> Iterator[None]:
     """Within it a GGUF file is parsed once. transformers does so for config, tokenizer and weights, seconds each time,
     and lists the names of tensors anew for every module."""
-    gguf: Any = import_module("gguf") if find_spec("gguf") is not None else None
-    found = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map") if gguf is not None}
-    for name, read in found.items():
-        setattr(gguf, name, read if hasattr(read, "cache_info") else lru_cache(read))  # an outer context has its own
+    if find_spec("gguf") is None:
+        yield
+        return
+    gguf: Any = import_module("gguf")
+    reading: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    if hasattr(gguf.GGUFReader, "cache_info"):  # an outer context has its own
+        yield
+        return
+    instead = [
+        (gguf, "GGUFReader", lru_cache(_reader_class(gguf.GGUFReader))),
+        (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
+        (reading, "_gguf_parse_value", _parsing_once(reading._gguf_parse_value)),
+    ]
+    own = [(module, name, getattr(module, name)) for module, name, _ in instead]
+    for module, name, value in instead:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for name, read in found.items():
-            setattr(gguf, name, read)
+        for module, name, value in own:
+            setattr(module, name, value)
+
+
+def _reader_class(kind: Any) -> Any:
+    """gguf's reader on a plain array: it slices one for every token, and slices of a memory map are dear."""
+
+    class Reader(kind):  # type: ignore[misc]
+        @property
+        def data(self) -> Any:
+            return self.__dict__["data"]
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self.__dict__["data"] = mapped.view(np.ndarray)
+
+    return Reader
+
+
+def _parsing_once(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """transformers' reading of a value, a token or a merge for example. The values of a file live as long as its
+    reader."""
+    found: dict[int, Any] = {}
+
+    def parsed(value: Any, kinds: Any) -> Any:
+        if id(value) not in found:
+            found[id(value)] = parse(value, kinds)
+        return found[id(value)]
+
+    return parsed
 
 
 def split_source(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, str | None, str]:
