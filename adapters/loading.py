@@ -38,6 +38,7 @@ def load_adapted(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     any_base: bool = False,
+    needs_masks: bool = True,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model and its tokenizer, where one of the names may be that of an adapter.
 
@@ -51,6 +52,7 @@ def load_adapted(
         dtype: as [`load_model`] takes it; weights are packed after a LoRA is merged.
         device: where the model is put.
         any_base: of a mask adapter, see [`compare_bases`].
+        needs_masks: refuse a model that can only decode token by token.
 
     Raises:
         ImportError: for a LoRA where PEFT is not installed.
@@ -67,7 +69,7 @@ def load_adapted(
         raise ValueError("`any_base` is about the base of a mask adapter, and there is none.")
     is_late = bool(loras) and dtype in (*PACKINGS, FASTEST)
     # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
-    if not masks and uno is None:
+    if needs_masks and not masks and uno is None:
         require_wedlm(source)
     model = load_model(source, dtype="auto" if is_late else dtype, device=device)
     for each in loras:

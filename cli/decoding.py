@@ -2,6 +2,7 @@
 
 import shlex
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +22,15 @@ from .options import (
     has_no_chat_template,
     loading_shown,
 )
+from .settings import check_settings
 
 if TYPE_CHECKING:
     from ..eval.request import AnswerRequest
 
+_WITHOUT_MASKS = (
+    "{0} has no masks and decodes token by token, as with `--strategy ar` (`--set prompt_lookup_num_tokens=4` beside "
+    "it drafts from the text). `wedlm adapt {0} OUT` trains a mask adapter for it."
+)
 REAL_MODEL = "--model build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --adapter examples/smollm2"
 HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")]
@@ -58,7 +64,7 @@ def generate(
     for place, path in enumerate(written):
         others = (*written[:place], *written[place + 1 :], prompts.file)
         check_output(path, [other for other in others if other is not None])
-    loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
+    loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare, needs_masks=bool(written))
     from ..eval import answers
 
     if model is None and prompts.prompts:
@@ -87,15 +93,25 @@ def generate(
 
 
 def _asked(
-    prompts: PromptOptions, decoding: DecodingOptions, loading: LoadingOptions, model: str | None, compare: bool
+    prompts: PromptOptions,
+    decoding: DecodingOptions,
+    loading: LoadingOptions,
+    model: str | None,
+    compare: bool,
+    needs_masks: bool,
 ) -> tuple[Any, Any, "AnswerRequest"]:
-    """The model, its tokenizer, and the request."""
+    """The model, its tokenizer, and the request. A model without masks decodes as AR, unless they are asked for."""
     texts = prompts.read()
     with loading_shown(model):
         keywords = decoding.keywords()
         from ..eval.request import AnswerRequest
+        from ..generation.settings import SETTING_NAMES
 
-        loaded, tokenizer = loading.load(model)
+        asks = keywords["strategy"] == "block" or not keywords.keys() & {*SETTING_NAMES} <= {"strategy"}
+        loaded, tokenizer = loading.load(model, needs_masks or asks)
+    if keywords["strategy"] != "ar" and not hasattr(loaded, "has_mask_adapter"):
+        keywords["strategy"] = "ar"
+        typer.echo(_WITHOUT_MASKS.format(model), err=True)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
     return loaded, tokenizer, AnswerRequest(texts, keywords, compare, raw, decoding.seed)
 
@@ -107,6 +123,7 @@ def _asked(
 )
 def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
     """Speed and quality against AR decoding: one table, one figure, on one page."""
+    request = replace(request, settings=check_settings(request.settings, "wedlm"))
     prompts, source = request.prompts()
     from ..eval.report.run import run
 

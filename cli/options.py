@@ -19,9 +19,10 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from ..checkpoints import NANO
 from ..console.prompts import DEMO_PROMPTS, Turns, is_unicode, read_rows, read_text
+from ..eval.report.request import check_temperature
 from .settings import check_settings, parse_settings
 
-MODEL_HELP = "Folder or Hub id of a model; folder of an adapter; with --adapter also a GGUF file. Default: wedlm-nano."
+MODEL_HELP = "Folder or Hub id of a model, or a GGUF file; folder of an adapter. Default: wedlm-nano."
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 CheckpointArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
@@ -106,7 +107,7 @@ class LoadingOptions:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {self.threads}.")
 
-    def load(self, checkpoint: str | None, **instead: Any) -> tuple[Any, Any]:
+    def load(self, checkpoint: str | None, needs_masks: bool = True, **instead: Any) -> tuple[Any, Any]:
         """Model, in evaluation mode, and tokenizer of a folder or Hub id, or of the folder of an adapter (see
         [`load_adapted`]); of wedlm-nano for None; with other fields `instead`. Raises `OSError` or `ValueError`
         for what cannot be loaded, and `ValueError` for an unknown device."""
@@ -125,7 +126,8 @@ class LoadingOptions:
         if device.startswith("cpu"):  # each kernel that is missing needs a GPU
             logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
         source = str(NANO) if checkpoint is None else checkpoint
-        model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device, any_base=own.any_base)
+        how: dict[str, Any] = {"dtype": own.dtype, "device": device, "any_base": own.any_base}
+        model, tokenizer = load_adapted(source, own.adapter, **how, needs_masks=needs_masks)
         stored = model.generation_config
         if getattr(stored, "verification", None) is None and not getattr(stored, "masks_ready", False):
             stored.verification = "exact"  # a checkpoint says that its masks are ready, or a person asks
@@ -150,6 +152,9 @@ class DecodingOptions:
         temperature: of sampling; implies --sample.
         seed: of --sample.
         settings: any other keyword of `generate`; may be repeated.
+
+    Raises:
+        ValueError: for a length or a temperature that is out of range.
     """
 
     strategy: Literal["wedlm", "block", "ar"] = "wedlm"
@@ -162,6 +167,11 @@ class DecodingOptions:
     temperature: float | None = None
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"`--max-new-tokens` must be at least 1, got {self.max_new_tokens}.")
+        check_temperature(self.temperature)
 
     def keywords(self) -> dict[str, Any]:
         """What was given, as keywords of `generate`. Raises `ValueError` for settings that commands cannot honour,

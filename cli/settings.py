@@ -1,7 +1,8 @@
 """`--set NAME=VALUE`: keywords of `generate` on the command line; those that commands cannot honour are refused."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _BEAMS = "answers stream, and beams have none to stream"
@@ -48,6 +49,62 @@ _NEUTRAL = {
     "diversity_penalty": 0,
 }
 
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_whole, value))
+
+
+def _are_biases(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and _are_tokens(pair[0]) and _is_number(pair[1]) for pair in value
+    )
+
+
+# What a keyword's value may be, beside null: transformers finds out once the model is loaded, or takes whatever it is.
+_Kind = tuple[str, Callable[[Any], bool]]
+_COUNT: _Kind = "an integer of at least 1", lambda value: _is_whole(value, 1)
+_COUNT_OR_NONE: _Kind = "an integer of at least 0", _is_whole
+_FACTOR: _Kind = "a number above 0", lambda value: _is_number(value) and value > 0
+_SHARE: _Kind = "a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1
+_SHARE_ABOVE: _Kind = "a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1
+_SHARE_BELOW: _Kind = "a number of at least 0, below 1", lambda value: _is_number(value) and 0 <= value < 1
+_SWITCH: _Kind = "true or false", lambda value: isinstance(value, bool)
+_TOKENS: _Kind = "a JSON list of token ids", _are_tokens
+_ENDS: _Kind = "a token id or a JSON list of them", lambda value: _is_whole(value) or _are_tokens(value)
+_OBJECT: _Kind = "a JSON object", lambda value: isinstance(value, dict)
+_KINDS: dict[str, _Kind] = {
+    **dict.fromkeys(("top_k", "min_new_tokens", "min_length", "no_repeat_ngram_size", "pad_token_id", "bos_token_id",
+                     "encoder_no_repeat_ngram_size", "forced_bos_token_id", "mask_token_id"), _COUNT_OR_NONE),
+    **dict.fromkeys(("max_cache_len", "prefill_chunk_size", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+                     "num_assistant_tokens", "assistant_lookbehind", "target_lookbehind", "assistant_early_exit"),
+                    _COUNT),
+    **dict.fromkeys(("max_time", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), _FACTOR),
+    **dict.fromkeys(("min_p", "assistant_confidence_threshold"), _SHARE),
+    **dict.fromkeys(("top_p", "top_h", "typical_p"), _SHARE_ABOVE),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _SHARE_BELOW),
+    **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache", "disable_compile"),
+                    _SWITCH),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _TOKENS),
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), _ENDS),
+    **dict.fromkeys(("compile_config", "watermarking_config"), _OBJECT),
+    "bad_words_ids": ("a JSON list of lists of token ids",
+                      lambda value: isinstance(value, list) and bool(value) and all(map(_are_tokens, value))),
+    "sequence_bias": ("a JSON list of pairs, a list of token ids and a number", lambda v: bool(v) and _are_biases(v)),
+    "exponential_decay_length_penalty": ("a JSON list of a number of tokens and a factor", lambda value: (
+        isinstance(value, list) and len(value) == 2 and _is_whole(value[0]) and _is_number(value[1]))),
+    "num_assistant_tokens_schedule": ("constant, heuristic or heuristic_transient",
+                                      lambda value: value in ("constant", "heuristic", "heuristic_transient")),
+    "speculation_type": ("a text", lambda value: isinstance(value, str)),
+}  # fmt: skip
+
 # Read by drafts from the text alone.
 _OF_LOOKUP = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
@@ -57,7 +114,8 @@ _OF_LOOKUP = (
 
 def parse_settings(given: list[str] | None) -> dict[str, Any]:
     """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text. Raises `ValueError` for another
-    form, for a name that is no setting of `generate`, and for what commands cannot honour."""
+    form, for a name that is no setting of `generate`, for what commands cannot honour, and for a value of another kind
+    or out of range."""
     settings: dict[str, Any] = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")
@@ -68,7 +126,7 @@ def parse_settings(given: list[str] | None) -> dict[str, Any]:
             raise ValueError(f"`--set {name}=…` was given twice.")
         settings[name] = _stops(value) if name == "stop_strings" else _value(value)
     if settings:
-        _check_names(settings)
+        _check_each(settings)
     return settings
 
 
@@ -88,7 +146,7 @@ def _stops(text: str) -> list[str]:
     return stops
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
+def _check_each(settings: Mapping[str, Any]) -> None:
     from transformers import GenerationConfig
 
     from ..generation.settings import SETTING_NAMES
@@ -101,6 +159,9 @@ def _check_names(settings: Mapping[str, Any]) -> None:
         asks_nothing = name != _OWN and (value is None or value is False or is_neutral)
         if name in REFUSED and not asks_nothing:
             raise ValueError(f"`--set {name}=…` has no place in a command: {REFUSED[name]}.")
+        wanted, is_right = _KINDS.get(name, ("", None))
+        if value is not None and is_right is not None and not is_right(value):
+            raise ValueError(f"`--set {name}=…` must be {wanted}, got {value!r}.")
 
 
 def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]:
@@ -117,9 +178,11 @@ def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]
         raise ValueError(f"`--set {unread[0]}=…` needs `--set prompt_lookup_num_tokens=…`, too.")
     from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 
-    from ..generation.settings import SETTING_NAMES
+    from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 
     found = dict(settings)
+    ours = {name: value for name, value in found.items() if name in SETTING_NAMES and value is not None}
+    WeDLMGenerationSettings(**{"strategy": strategy} | ours)
     for name, made in (("compile_config", CompileConfig), ("watermarking_config", WatermarkingConfig)):
         if found.get(name) is not None:
             try:

@@ -25,6 +25,7 @@ from transformers.generation import BaseStreamer
 
 from ..checkpoints.packed import count_weights, format_of, is_packed
 from ..console.progress import track
+from ..generation.mixin import WeDLMGenerationMixin
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
@@ -194,6 +195,9 @@ def decode_call(
 ) -> tuple[list[Decoding], Any, ForwardCounter]:
     """As [`decode`], with what `generate` returned and the counter of its forwards."""
     inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
+    own = dict(options)
+    if own.get("strategy") == "ar" and not isinstance(model, WeDLMGenerationMixin):
+        del own["strategy"]  # which a stock model knows no other of
     untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
     clock = None if streamer else _FirstTokenClock()
     if seed is not None:
@@ -204,7 +208,7 @@ def decode_call(
         held = torch.cuda.memory_allocated(model.device)
     flags = {} if "generation_config" in options else {"return_dict_in_generate": True}  # one of them asks for it
     with ForwardCounter(model) as counter:
-        output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=streamer or clock, **flags, **options)
+        output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=streamer or clock, **flags, **own)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
     answers = [row["tokens"] for row in rows]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(rows)

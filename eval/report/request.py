@@ -18,6 +18,12 @@ _DECIDED |= {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"
 _LEAST = {"max_loss": 0, "count": 1, "repeats": 1, "batch_size": 1, "max_new_tokens": 2}
 
 
+def check_temperature(temperature: float | None) -> None:
+    """Raises `ValueError` for one that no sampling has."""
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(f"`--temperature` must be above 0 and finite, got {temperature}: greedy is the default.")
+
+
 @dataclass(frozen=True)
 class ReportRequest:
     """Report (lists have commas).
@@ -76,10 +82,9 @@ class ReportRequest:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
         if self.save_settings and not (Path(self.model) / "config.json").is_file():
             raise ValueError(f"`--save-settings` needs a checkpoint folder, got {self.model!r}.")
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"`--temperature` must be above 0 and finite, got {self.temperature}: greedy is the default."
-            )
+        check_temperature(self.temperature)
+        if not self.max_loss < math.inf:
+            raise ValueError(f"`max_loss` must be a finite number, got {self.max_loss}.")
         if decided := [name for name in self.settings if name in _DECIDED]:
             raise ValueError(f"`--set {decided[0]}` is decided by the report: leave it out.")
         from ...checkpoints.files import check_folder

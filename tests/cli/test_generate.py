@@ -10,10 +10,11 @@ import pytest
 import torch
 from nano_tasks import TASKS
 from rich.console import Console
-from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
+from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint, write_stock_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.cli import options
 from wedlm_hf.cli.application import console
 from wedlm_hf.console.streaming import AnswerStreamer, printable
@@ -73,6 +74,18 @@ def test_an_answer_is_printed_with_what_it_took_next_to_ar_unless_one_decoder_is
     assert rows["speed against AR"][1] == "1.00×"
     for arguments, name in ((["--no-compare"], "wedlm"), (["--strategy", "ar"], "ar")):
         assert table_of(generate("1, 2, 3", "--max-new-tokens", 5, *arguments)[1])["strategy"] == [name]
+
+
+def test_a_model_without_masks_decodes_as_ar_and_says_so_in_one_line(generate, tmp_path):
+    write_stock_checkpoint(tmp_path / "stock")
+    asked = ("1, 2, 3", "--raw", "--max-new-tokens", 9, "--json")
+    model, inputs = load_model(tmp_path / "stock"), tiny_tokenizer()("1, 2, 3", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=9)[0, inputs["input_ids"].shape[1] :].tolist()
+    for more in ((), ("--strategy", "ar", "--set", "prompt_lookup_num_tokens=3")):
+        code, output, errors = generate(*asked, *more, model=tmp_path / "stock")
+        (answer,) = json.loads(output)["answers"]
+        assert (code, answer.keys(), answer["ar"]["tokens"]) == (0, {"prompt", "ar"}, tokens)
+        assert errors.count("\n") == (not more) and ("decodes token by token" in errors) == (not more)
 
 
 def test_answers_to_several_prompts_are_counted_together_and_printed_as_json(generate):

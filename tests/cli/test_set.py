@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 from typer.testing import CliRunner
@@ -70,7 +72,7 @@ def command(loaded, monkeypatch, tmp_path):
     """Runs a command with `--set …`; returns its exit code, its answer and its error."""
     model = loaded[0]
     loads: list[str] = []
-    monkeypatch.setattr(LoadingOptions, "load", lambda self, checkpoint: loads.append("") or loaded)
+    monkeypatch.setattr(LoadingOptions, "load", lambda *args: loads.append("") or loaded)
     stored = model.generation_config.to_dict()
     answered: list[str] = []
 
@@ -86,10 +88,12 @@ def command(loaded, monkeypatch, tmp_path):
         length = ["--max-new-tokens", str(LIMIT)]
         own = {"generate": ["1, 2", "--json", "--no-compare", *length], "serve": ["m", "--port", "0"]}
         own["trace"] = ["1, 2", "--json", "--repeats", "1", "--trace", str(tmp_path / "page.html"), *length]
+        own["report"] = ["--file", "-", "--output", str(tmp_path / "report"), *length]
+        own["report"] += ["--decoders", "wedlm+exact"]  # which honours them all
         sets = [word for setting in settings for word in ("--set", setting)]
         loads.clear(), answered.clear()
         try:
-            word = "serve" if name == "serve" else "generate"
+            word = "generate" if name == "trace" else name
             result = CliRunner().invoke(cli.app, [word, *own[name], *decoding, *sets], input="1, 2\n")
         finally:
             model.generation_config = GenerationConfig(**stored)
@@ -112,6 +116,40 @@ def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, 
     for name in sorted(REFUSED)[:: 1 if word == "generate" else 9]:
         code, _, error = command(word, EXACT, (f"{name}=2",))
         assert (code, error.startswith(f"Error: `--set {name}=…` has no place in a command: ")) == (2, True), error
+
+
+BAD = (
+    "abc",
+    "-1",
+    "0",
+    "1",
+    "0.5",
+    "1.5",
+    "-0.5",
+    "[]",
+    "[1]",
+    "[-1]",
+    '["a"]',
+    "{}",
+    '{"a": 1}',
+    "true",
+    "NaN",
+    "1e999",
+    '""',
+)
+
+
+@settings(
+    max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_value_of_another_kind_or_out_of_range_is_refused_before_any_weights_or_honoured(command, data):
+    word = data.draw(st.sampled_from(["generate", "serve", "report"]))
+    name = data.draw(st.sampled_from(sorted(HONOURED | AR_ALONE)))
+    value, others = data.draw(st.sampled_from(BAD)), (HONOURED | AR_ALONE)[name][1]
+    decoding = () if word == "report" else data.draw(st.sampled_from([AR, EXACT]))
+    code, _, error = command(word, decoding, (f"{name}={value}", *others))
+    assert code == 0 or (code == 2 and error.startswith("Error: `")), (word, name, value, error)
 
 
 def keywords_of(given: tuple[str, ...]) -> dict[str, Any]:
