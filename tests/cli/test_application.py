@@ -171,7 +171,7 @@ WRONG = {
     "generate ' '": "A prompt must not be empty.",
     "generate hi --model none.gguf": "There is no GGUF file 'none.gguf'.",
     "generate hi --model prompts.txt": "The checkpoint must be a folder or a Hub id, got the file 'prompts.txt'.",
-    "generate hi --model model.gguf": "'model.gguf' is not a GGUF file, or damaged or truncated",
+    "generate hi --model model.gguf": "model.gguf' is not a GGUF file, or damaged or truncated: ",
     "generate hi --model model.gguf --window-size 4": "'model.gguf' is a GGUF file, not a WeDLM checkpoint: pass its ",
     "generate hi --model stock --verification exact": STOCK,
     "generate hi --model stock --strategy block": STOCK,
