@@ -21,7 +21,7 @@ FASTER = 1.2  # how many times as fast bfloat16 must be on a CPU, where it is no
 _LEAST = {
     "eval_decoding_samples": 0, "eval_decoding_tokens": 0, "gradient_accumulation_steps": 1, "learning_rate": 0,
     "max_grad_norm": 0, "num_train_epochs": 0, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1,
-    "weight_decay": 0,
+    "seed": 0, "warmup_steps": 0, "weight_decay": 0,
 }  # fmt: skip
 
 

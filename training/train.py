@@ -86,6 +86,9 @@ def run(
         raise ValueError(f"`output_dir` must be a folder, got {args.output_dir!r}.")
     if data.streaming and args.max_steps < 1:
         raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
+    if model.use_peft and (model.lora_r < 1 or not 0 <= model.lora_dropout < 1):
+        wanted = "`lora_r` must be at least 1 and `lora_dropout` at least 0, below 1"
+        raise ValueError(f"{wanted}, got {model.lora_r} and {model.lora_dropout}.")
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work

@@ -228,6 +228,10 @@ WRONG = {
     TRAIN + "--dataset=": "`dataset` must be a file, a folder or a Hub id, got an empty text.",
     TRAIN + "--eval_share 1": "`eval_share` must lie in [0, 1), got 1.0.",
     TRAIN + "--streaming true --max_steps 2 --eval_share 0.1": "`eval_share` must be 0 with `streaming`, got 0.1",
+    TRAIN + "--warmup_steps -3": "`warmup_steps` must be at least 0, got -3.0.",
+    TRAIN + "--seed -1": "`seed` must be at least 0, got -1.",
+    TRAIN
+    + "--use_peft true --lora_r 0": "`lora_r` must be at least 1 and `lora_dropout` at least 0, below 1, got 0 an",
     TRAIN + "--gradient_accumulation_steps 0": "`gradient_accumulation_steps` must be at least 1, got 0.",
     TRAIN + "--learning_rate fast": "argument --learning_rate/--learning-rate: invalid float value: 'fast'.",
     TRAIN + "--num_train_epochs 0": "Without `max_steps`, `num_train_epochs` must be more than 0, got 0.",
