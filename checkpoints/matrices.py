@@ -109,8 +109,9 @@ class Int4:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`(..., in)` to `(..., out)`, both float32."""
-        found = self._product(_rounded(rows))
-        return found[:, : self.shape[0]].float().view(*rows.shape[:-1], self.shape[0])
+        found, out = self._product(_rounded(rows)), self.shape[0]
+        found = found if found.shape[1] == out else found[:, :out]
+        return found.float().view(*rows.shape[:-1], out)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.weight, GROUP, self.scale)
@@ -129,7 +130,7 @@ class Int4:
 
 def _rounded(rows: torch.Tensor) -> torch.Tensor:
     """`(..., in)` to `(n, in)` bfloat16, one row behind the other as the kernels want them."""
-    return rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
+    return rows.bfloat16().view(-1, rows.shape[-1])
 
 
 Matrix = Half | Int8 | Int4

@@ -1,0 +1,170 @@
+"""Fused modules: the very same values in fewer operations, and modules of another kind stay what they are."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_families import FAMILIES, build
+from tiny import tiny_llama, tiny_model
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from wedlm_hf import add_mask_adapter, pack
+from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.checkpoints import packed
+from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedMLP
+from wedlm_hf.checkpoints.matrices import can_pack
+
+IDS = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+
+
+def qwen2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)).eval()
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            torch.nn.init.normal_(getattr(layer.self_attn, name).bias)
+    return model
+
+
+MODELS = {
+    "llama": lambda: tiny_llama(hidden_size=64, intermediate_size=96, pad_token_id=0),
+    "biases": qwen2,
+    "norms of queries and keys": tiny_model,
+    "ours with biases": lambda: tiny_model("qwen2.5"),
+}
+
+
+def fused_in(model):
+    return [type(module).__mro__[1] for module in model.modules() if isinstance(module, Fused)]
+
+
+def unfused(model, bits, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "fuse", lambda model: None)
+        return pack(model, bits)
+
+
+def operations(model):
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as found:
+        model(IDS[:1, :1])
+    return sum(each.count for each in found.key_averages())
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_modules_give_the_same_bits_in_fewer_operations(name, bits, monkeypatch):
+    model, plain = pack(MODELS[name](), bits), unfused(MODELS[name](), bits, monkeypatch)
+    assert fused_in(model) == [FusedAttention, FusedMLP] * 2 and not fused_in(plain)
+    assert operations(model) < operations(plain)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for mask in (None, torch.tensor([[1] * 9, [0] * 4 + [1] * 5])):
+        found, expected = (each.generate(IDS, attention_mask=mask, **options) for each in (model, plain))
+        assert torch.stack(found.logits).equal(torch.stack(expected.logits))
+    model.set_attn_implementation("eager")
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert model(IDS).logits.equal(plain(IDS).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_fused_of_a_family_gives_the_same_bits(name, monkeypatch):
+    own, _ = FAMILIES[name]
+    model, plain = build(name, own), build(name, own)
+    try:
+        pack(model)
+    except ValueError:
+        pytest.skip("cannot be packed")
+    unfused(plain, 16, monkeypatch)
+    ids = torch.randint(6, 97, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert model(ids).logits.equal(plain(ids).logits)
+        positions = torch.arange(24)[None] + 400
+        assert model(ids, position_ids=positions).logits.equal(plain(ids, position_ids=positions).logits)
+
+
+class Turning(LlamaAttention):
+    """Far from the beginning, it turns otherwise."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        cos, sin = position_embeddings
+        scaled = cos * (1 + (kwargs["position_ids"][..., None] > 5000)), sin
+        return super().forward(hidden_states, scaled, attention_mask, **kwargs)
+
+
+class Limited(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(max=60))
+
+
+class Needing(LlamaMLP):
+    def forward(self, x, needed=None):
+        if needed is None:
+            raise ValueError("needed")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("place", "kind"), [("self_attn", Turning), ("mlp", Limited), ("mlp", Needing)])
+def test_a_module_that_computes_something_else_stays_what_it_is(place, kind):
+    model = MODELS["llama"]()
+    getattr(model.model.layers[0], place).__class__ = kind
+    before = dict(vars(getattr(model.model.layers[0], place)))
+    pack(model)
+    module = getattr(model.model.layers[0], place)
+    assert type(module) is kind and vars(module).keys() == before.keys()
+    assert not module.training and len(fused_in(model)) == 3
+
+
+def test_hooks_on_the_layers_of_a_fused_module_see_what_they_saw(monkeypatch):
+    model, seen = pack(MODELS["llama"]()), []
+    with torch.no_grad():
+        expected = model(IDS).logits
+        layer = model.model.layers[0]
+        handles = [
+            each.register_forward_hook(lambda module, args, output: seen.append(output.shape[-1]))
+            for each in (layer.self_attn.k_proj, layer.mlp.up_proj, layer.self_attn.o_proj)
+        ]
+        assert model(IDS).logits.equal(expected) and seen == [32, 64, 96]
+        for handle in handles:
+            handle.remove()
+        assert model(IDS).logits.equal(expected) and len(seen) == 3
+
+
+@pytest.mark.parametrize("lora", ["none", "below", "of the mlp"])
+@pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_verified_text_is_ars_with_an_adapter_and_a_lora_on_fused_modules(bits, targets, lora):
+    model = MODELS["llama"]()
+    if lora != "none":
+        targets_of_lora = "all-linear" if lora == "below" else ["gate_proj", "down_proj"]
+        config = LoraConfig(target_modules=targets_of_lora, init_lora_weights=False)
+        model = get_peft_model(model, config).eval()
+    base = pack(model, bits).get_base_model() if lora != "none" else pack(model, bits)
+    assert (FusedAttention in fused_in(base)) == (lora != "below")
+    add_mask_adapter(base, replace(MaskAdapterSettings(), target_modules=targets, rank=4, num_masks=3))
+    torch.manual_seed(0)
+    for up in base.mask_adapter.up.values():
+        torch.nn.init.normal_(up, std=0.1)
+    for rows in (1, 4):
+        ids = torch.randint(3, 97, (rows, 7), generator=torch.Generator().manual_seed(rows))
+        options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+        for how in ({"window_size": 3}, {"slot_cost": 0.01}):
+            verified = model.generate(input_ids=ids, strategy="wedlm", verification="exact", **how, **options)
+            assert verified.equal(model.generate(input_ids=ids, **options))
+
+
+def test_a_fused_model_in_training_mode_computes_as_its_own_class_does():
+    model = pack(MODELS["llama"]())
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    with torch.no_grad():
+        first, second = (copy.deepcopy(model).train()(IDS).logits for _ in range(2))
+        assert not first.equal(second) and model(IDS).logits.equal(model(IDS).logits)
