@@ -39,6 +39,9 @@ CHANCE = 0.7
 
 # Masks of a sequence in a step, behind all rows together: where rows cost nothing, each is worth something.
 MOST_MASKS = 256
+# Where masks stand up to this deep, what is known well is learned from each step, deeper from every so many-th one:
+# there to weigh the drafts of each depth takes the planner longer than all else.
+SHALLOW, SELDOM = 8, 4
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
 # Share of the tokens that looking may cost; those of the first hundred steps at once, or of 150 where a state is kept:
@@ -55,6 +58,15 @@ class Outlook(NamedTuple):
     drafts: Sequence[Row]  # parents first
     foreseen: int  # depths down to which masks drafted
     room: int  # new tokens allowed
+
+
+class Table(NamedTuple):
+    """What is known of the drafts of sequences, by their rank. The root comes first, and zeros where there are fewer
+    drafts."""
+
+    reach: Any  # `(sequences, ranks)` float32
+    room: Any  # `(sequences, ranks)` float32, new tokens allowed behind
+    children: Any  # `(sequences, ranks, ranks)` float32: of a draft and its parent, the draft's reach
 
 
 class Planner:
@@ -126,16 +138,17 @@ class Planner:
         """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
         stand in front of the root."""
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
-        # What drafts net is learned from one sequence at a time.
-        learned = outlooks[turn := self._steps % count]
-        deepest = min(learned.foreseen, self.depth)
-        parts = self._parts(learned, trees[turn], deepest) if learned.drafts else []
-        all_gains, values, homes = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
-        gains = all_gains[:count]
+        table = self._table(outlooks, trees)
+        values = self._values(table, np.tri(table.reach.shape[1], dtype=np.float32)[None])
+        gains, homes = self._gains(values, table.reach.cumsum(1) - 1)
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
-        rows = 1 + before + drafts + masks + self.run.skipped * homes[:count].max(0)
+        rows = 1 + before + drafts + masks + self.run.skipped * homes.max(0)
         prices = self._prices(rows, count, self.times.of)
-        self._learn_worth(all_gains[count:] - prices / count, deepest)
+        # What drafts net is learned from one sequence at a time.
+        turn = self._steps // (SELDOM if self.depth > SHALLOW else 1) % count
+        self._learn_worth(
+            outlooks[turn], trees[turn], Table(*(each[turn : turn + 1] for each in table)), prices / count
+        )
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
@@ -188,26 +201,39 @@ class Planner:
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
-    def _parts(self, outlook: Outlook, tree: Ranking, deepest: int) -> list[Ranking]:
-        """For each depth, the drafts down to it and all drafts of the text. Where no masks drafted: the drafts of the
-        text alone, and all drafts."""
-        parts: list[Ranking] = []
-        for depth in range(deepest + 1) if deepest else (0, maxsize):
-            kept = {-1}
-            for _, place in tree:
-                draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
-                if draft.parent in kept and (draft.position <= depth or draft.chance in (None, CERTAIN)):
-                    kept.add(place)
-            parts.append([each for each in tree if each[1] in kept])
+    def _parts(self, outlook: Outlook, tree: Ranking, deepest: int) -> Any:
+        """For each depth, which drafts there are down to it, with all drafts of the text. Where no masks drafted: the
+        drafts of the text alone, and all drafts. `(depths, ranks)` bool; the root is the first rank."""
+        depths = np.arange(deepest + 1) if deepest else np.array([0, maxsize])
+        parts = np.ones((len(depths), 1 + len(tree)), dtype=bool)
+        ranks = {-1: 0}
+        for rank, (_, place) in enumerate(tree, 1):
+            draft, ranks[place] = outlook.drafts[place], rank
+            is_in = parts[:, ranks[draft.parent]]  # drafts of the text stay, where their parents do
+            parts[:, rank] = is_in if draft.chance in (None, CERTAIN) else is_in & (depths >= draft.position)
         return parts
 
-    def _learn_worth(self, nets: Any, deepest: int) -> None:
+    def _learn_worth(self, outlook: Outlook, tree: Ranking, table: Table, prices: Any) -> None:
         """Learns what the drafts of each depth net in a step; where no masks drafted, what the drafts do that are not
-        of the text. `nets` are those of [`_parts`], by all options."""
-        if not len(nets):
+        of the text."""
+        if not tree:
             self._maskless *= MEMORY
             return
-        more = np.diff(np.maximum.accumulate(nets.max((1, 2))))
+        deepest = min(outlook.foreseen, self.depth)
+        if deepest > SHALLOW and self._steps % SELDOM and self._known[:deepest].min() >= ENOUGH:
+            return
+        parts = self._parts(outlook, tree, deepest)
+        # The likeliest drafts of each part, 0 and more of them; all parts' options lie one behind the other.
+        counts = parts.cumsum(1) - 1
+        part, count = np.nonzero(np.arange(parts.shape[1]) <= counts[:, -1:])
+        included = (parts[part] & (counts[part] <= count[:, None])).astype(np.float32)
+        values = self._values(table, np.pad(included, ((0, 0), (0, table.reach.shape[1] - included.shape[1])))[None])
+        flat = values[0].reshape(len(included), -1)
+        flat.sort(1)
+        first = included @ table.reach[0, : included.shape[1]] - 1
+        nets = np.concatenate([first[:, None], first[:, None] + flat[:, : -MOST_MASKS - 1 : -1].cumsum(1)], 1)
+        best = np.maximum.reduceat((nets - prices[count]).max(1), np.flatnonzero(count == 0))
+        more = np.diff(np.maximum.accumulate(best))
         if not deepest:
             self._maskless += (1 - MEMORY) * (float(more[0]) - self._maskless)
             return
@@ -215,36 +241,52 @@ class Planner:
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 
-    def _gains(self, outlooks: Sequence[Outlook], trees: Sequence[Ranking]) -> tuple[Any, Any, Any]:
-        """The tokens that each number of drafts and of masks brings each sequence; the worth of each mask, by the
-        number of drafts, the row that it stands behind, and its place there; and behind how many rows masks stand."""
+    def _table(self, outlooks: Sequence[Outlook], trees: Sequence[Ranking]) -> Table:
+        """Their drafts by rank."""
+        size = 1 + max(map(len, trees))
+        reach, room = np.zeros((2, len(trees), size), dtype=np.float32)
+        children = np.zeros((len(trees), size, size), dtype=np.float32)
+        for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
+            ranks = {-1: 0}
+            reach[entry, 0], room[entry, 0] = 1.0, outlook.room - 1
+            for rank, (chance, place) in enumerate(tree, 1):
+                draft, ranks[place] = outlook.drafts[place], rank
+                reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
+                children[entry, rank, ranks[draft.parent]] = chance
+        return Table(reach, room, children)
+
+    def _values(self, table: Table, included: Any) -> Any:
+        """The worth of each mask, by the choice of drafts, the row that it stands behind, and its place there.
+        `included` are choices, `(1, N, ranks)`: 1 for the drafts that are checked."""
         # No depth is worth more than the one before. What was not met lately passes as often as the first.
         worth = [max(float(self._worth[0]), LOOK_SHARE)]
         for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
             worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
-        size = 1 + max(map(len, trees))
-        reach, room = np.zeros((2, len(trees), size))
-        ends = np.zeros((len(trees), size, size))  # by the number of drafts: the chance that the path ends at a row
-        for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
-            ranks = {-1: 0}
-            reach[entry, 0], room[entry, 0], ends[entry, :, 0] = 1.0, outlook.room - 1, 1.0
-            for rank, (chance, place) in enumerate(tree, 1):
-                draft, ranks[place] = outlook.drafts[place], rank
-                reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
-                ends[entry, rank:, rank] = chance
-                ends[entry, rank:, ranks[draft.parent]] -= chance
+        # The chance that the path ends at a row.
         if self.is_chain:
-            counts = np.arange(size)
-            last = np.minimum(counts, np.array([[len(tree)] for tree in trees]))
-            ends = np.where(last[..., None] == counts, reach[:, None], 0.0)
-        values = ends[..., None] * worth * (np.arange(len(worth)) < room[:, None, :, None])
-        flat = values.reshape(len(trees), size, -1)
-        order = np.argsort(-flat, kind="stable")[..., :MOST_MASKS]  # behind a row, the first one is worth most
-        first = reach.cumsum(1)[..., None] - 1
+            is_there = included * (table.reach[:, None] > 0)
+            is_last = np.arange(included.shape[2]) == is_there.shape[2] - 1 - is_there[..., ::-1].argmax(2)[..., None]
+            ends = np.where(is_last, table.reach[:, None], 0)
+        else:
+            ends = abs(included * (table.reach[:, None] - included @ table.children).clip(0))  # no -0
+        values = ends[..., None] * np.array(worth, dtype=np.float32)
+        return values * (np.arange(len(worth)) < table.room[:, None, :, None])
+
+    def _gains(self, values: Any, first: Any) -> tuple[Any, Any]:
+        """The tokens that each number of drafts and of masks brings each sequence, and behind how many rows masks
+        stand; `first` is what drafts bring."""
+        flat = values.reshape(*values.shape[:2], -1)
+        # Numbers that are never negative are in the order of their bits. Numpy sorts integers much faster than it
+        # finds an order; of equal values the first comes first, which behind a row is worth most.
+        last = flat.shape[2] - 1
+        keys = flat.view(np.uint32).astype(np.uint64) << 32 | np.arange(last, -1, -1, dtype=np.uint64)
+        keys.sort(-1)
+        order = last - (keys[..., : -MOST_MASKS - 1 : -1] & 0xFFFFFFFF).astype(np.int64)
+        first = first[..., None]
         gains = np.concatenate([first, first + np.take_along_axis(flat, order, 2).cumsum(2)], 2)
         homes = np.zeros(gains.shape, dtype=int)
-        homes[..., 1:] = (order % len(worth) == 0).cumsum(2)
-        return gains, values, homes
+        homes[..., 1:] = (order % values.shape[3] == 0).cumsum(2)
+        return gains, homes
 
     def _spend(self, outlook: Outlook, tree: Ranking, values: Any, drafts: int, masks: int) -> Tree:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
