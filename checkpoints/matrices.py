@@ -130,7 +130,7 @@ class Int4:
 
 def _rounded(rows: torch.Tensor) -> torch.Tensor:
     """`(..., in)` to `(n, in)` bfloat16, one row behind the other as the kernels want them."""
-    return rows.bfloat16().view(-1, rows.shape[-1])
+    return rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
 
 
 Matrix = Half | Int8 | Int4

@@ -70,10 +70,13 @@ class WindowLayer(DynamicLayer):
         if step.end > self._keys.shape[2] or dtypes != (self._keys.dtype, self._values.dtype):
             self._fit(dtypes, step.end)
         rows = key_states.shape[0]
-        keys, values = self._keys[:rows, :, : step.end], self._values[:rows, :, : step.end]
+        # Indices would cut each dimension in an operation of its own.
+        keys, values = (buffer.narrow(2, 0, step.end) for buffer in (self._keys, self._values))
+        if rows < keys.shape[0]:
+            keys, values = keys[:rows], values[:rows]
         if step.start is not None:
-            keys[:, :, step.start :] = key_states
-            values[:, :, step.start :] = value_states
+            for buffer, states in ((keys, key_states), (values, value_states)):
+                buffer.narrow(2, step.start, states.shape[2]).copy_(states)
         else:
             # Indexing copies whole states: ten times as fast as `scatter_`, which copies number by number.
             slots = step.slots.to(keys.device)
