@@ -49,7 +49,7 @@ class FusedAttention(Fused):
         self._heads = [size // self.head_dim for size in sizes]
         biases = [layer.bias for layer in layers]
         self._biases = None if biases == [None] * 3 else torch.cat(biases).detach()
-        norms = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
+        norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
         self._norms, self._terms = None, None
         if not all(norm is None or type(norm) is nn.Identity for norm in norms):
             weights = [norm.weight.detach().expand(n, 1, -1) for norm, n in zip(norms, self._heads, strict=False)]
@@ -61,11 +61,12 @@ class FusedAttention(Fused):
         """The base's, on `(B, Q, hidden size)`."""
         product = _shared(self.q_proj, self.k_proj, self.v_proj)
         norms = () if self._norms is None else (self.q_norm, self.k_norm)
-        is_known = product is not None and self.config._attn_implementation == "sdpa" and not self.training
+        is_known = self.config._attn_implementation == "sdpa" and not self.training
         is_known = is_known and position_embeddings[0].shape[-1] == self.head_dim  # else only a part is turned
-        if not is_known or any(map(_is_watched, norms)):
+        if product is None or not is_known or any(map(_is_watched, norms)):
             own: Any = super()
-            return own.forward(hidden_states, position_embeddings, attention_mask, **how)  # type: ignore[no-any-return]
+            found: tuple[torch.Tensor, Any] = own.forward(hidden_states, position_embeddings, attention_mask, **how)
+            return found
         queries, keys, _ = self._heads
         shape = hidden_states.shape[:-1]
         rows = product.matrix(hidden_states)
@@ -82,10 +83,11 @@ class FusedAttention(Fused):
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
             key, value = how.pop(name).update(key, value, self.layer_idx)
         how.pop("position_ids", None)  # for packed documents, in kernels of GPUs
-        attend = _home(type(self)).ALL_ATTENTION_FUNCTIONS["sdpa"]
+        kind: Any = type(self)
+        attend = _home(kind).ALL_ATTENTION_FUNCTIONS["sdpa"]
         how["sliding_window"] = getattr(self, "sliding_window", None)
-        found, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **how)
-        return self.o_proj(found.reshape(*shape, -1)), weights
+        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **how)
+        return self.o_proj(output.reshape(*shape, -1)), weights
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives and caches, behind other rows and under a mask, too. `cache`
@@ -116,7 +118,8 @@ class FusedMLP(Fused):
         if product is None or self.gate_proj.bias is not None or self.up_proj.bias is not None:
             return super().forward(rows)  # type: ignore[misc, no-any-return]
         gate, up = product.matrix(rows).split_with_sizes(product.sizes, -1)
-        return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
+        output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        return output
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives."""
@@ -168,7 +171,7 @@ def fuse(model: nn.Module) -> None:
 
 def _try(module: Any, mixin: Any) -> None:
     """Fuses a module, if it stays what it is."""
-    before, base = dict(vars(module)), type(module)
+    before, base = dict(vars(module)), module.__class__
     module.__class__ = _fused(mixin, base)
     for name in ("cache", "past_key_values"):  # of newer versions of transformers and of older ones
         # Whatever the forward of another kind of module raises: it is not fused.

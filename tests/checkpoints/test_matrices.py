@@ -8,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny import tiny_llama
+from tiny import tiny_llama, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from wedlm_hf import pack
 from wedlm_hf.checkpoints.matrices import FORMATS, GROUP, Int4, Int8, can_pack, has_levels, nearest_levels, own_levels
-from wedlm_hf.checkpoints.packed import FOUR_BITS, PackedLinear, format_of, use_fastest
+from wedlm_hf.checkpoints.packed import FOUR_BITS, PACKINGS, PackedLinear, format_of, use_fastest
+from wedlm_hf.cli.options import LoadingOptions
+from wedlm_hf.eval.measure import environment
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 
@@ -144,6 +146,14 @@ def test_verified_text_is_ars_on_the_same_packed_layers(bits, rows):
         options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         verified = model.generate(ids, strategy="wedlm", verification="exact", window_size=4, **options)
         assert verified.equal(model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_each_format_reaches_the_models_of_commands(tmp_path, name):
+    model, _ = LoadingOptions(dtype=name, device="cpu").load(str(write_checkpoint(tmp_path)))
+    assert format_of(model) == environment(model)["dtype"] == name
+    output = model.generate(IDS[:1], strategy="wedlm", verification="exact", max_new_tokens=8, do_sample=False)
+    assert output.equal(model.generate(IDS[:1], strategy="ar", max_new_tokens=8, do_sample=False))
 
 
 def test_four_bits_are_tried_only_for_weights_that_a_file_held_so(monkeypatch, tmp_path):

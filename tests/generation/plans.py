@@ -23,6 +23,7 @@ DEPTH, ROOM, STEPS = 5, 10**6, 400
 # Milliseconds of SmolLM2-135M's matrices on two cores with AVX2 (docs/results.md).
 BFLOAT16 = StepTimes({1: 19, 3: 58, 6: 101, 9: 144, 12: 190, 16: 278, 32: 488, 128: 1940})
 PACKED = StepTimes({1: 18, 3: 20, 6: 23, 9: 34, 12: 35, 16: 49, 32: 80, 128: 267})
+FOUR_BITS = StepTimes({1: 8.4, 2: 9.6, 3: 10.9, 4: 12.4, 6: 20.3, 8: 20.9, 9: 29.6, 12: 29.6, 16: 37.4})
 CURVES: dict[str, Curve] = {
     "flat": lambda rows: 1.0,
     "3.5 % a row": lambda rows: 1 + 0.035 * (rows - 1),
@@ -30,6 +31,7 @@ CURVES: dict[str, Curve] = {
     "stairs of 8": lambda rows: float(ceil(rows / 8)),
     "bfloat16, AVX2": cache(lambda rows: BFLOAT16.of(rows, False)),
     "packed, AVX2": cache(lambda rows: PACKED.of(rows, False)),
+    "four bits, AVX-512": cache(lambda rows: FOUR_BITS.of(rows, False)),
 }
 ACCEPTANCES = [percent / 100 for percent in range(10, 100, 5)]
 # What siblings have of the chance that is left.

@@ -160,6 +160,18 @@ def test_drafts_from_the_text_are_checked_without_masks_where_ar_steps_are_best(
     assert parts(planner, chain(*[None] * 5), 0)[1] == [0] * 6
 
 
+@pytest.mark.parametrize("step", [4, 8])
+def test_steps_end_at_the_edges_of_stairs(step):
+    found = Counter[int]()
+
+    def curve(rows, *_):
+        found[rows] += 1
+        return float(ceil(rows / step))
+
+    plans.speed(new_planner(), curve, 0.7)
+    assert found[step] >= 0.7 * plans.STEPS, found
+
+
 def test_times_see_stairs_and_a_table_is_taken_as_it_is():
     times, stairs = StepTimes(0.035, plans.Clock()), plans.CURVES["stairs of 8"]
     for rows in [*range(1, 20)] * 4:
