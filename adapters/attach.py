@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.find import ADAPTER_FILE
-from ..checkpoints.packed import PackedLinear, multiply, pack_matrix
+from ..checkpoints.packed import multiply, pack_matrix
+from ..checkpoints.packed_layers import PackedLinear
 from ..generation.drafter import head_rows
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import ADAPTER_MASKS, MaskRun
