@@ -4,11 +4,12 @@
     python examples/real-wedlm/compare.py --task reasoning --count 300 --json > reasoning.json
     python examples/real-wedlm/compare.py --draw extraction.json reasoning.json
 
-Both fine-tunes have the same base, data, rank of LoRA and minutes of training. `sft` is TRL's: `sft ar` is plain
-`generate`, `sft+adapter exact` with the mask adapter of examples/smollm2, which was never trained for it. `wedlm` is
-trained by dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream).
+Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft ar` is plain `generate`,
+`sft+adapter exact` with the mask adapter of examples/smollm2, which was never trained for it. `wedlm` is trained by
+dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
+`wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
 
-The published weights are decoded, or with `--run` those that train.py wrote into a folder. Problems that are decoded
+The published weights are decoded, or with `--run` what train.py wrote into a folder. Problems that are decoded
 never occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
 """
 
@@ -27,7 +28,7 @@ from rich.table import Table
 from wedlm_hf import load_mask_adapter
 from wedlm_hf.checkpoints.loading import FASTEST, load_model, load_tokenizer
 from wedlm_hf.eval.compare import compare
-from wedlm_hf.eval.decoders import BLOCK, DECODERS, EXACT, WEDLM
+from wedlm_hf.eval.decoders import AR, BLOCK, DECODERS, EXACT, WEDLM
 from wedlm_hf.eval.prompts import Prompt
 
 HERE = Path(__file__).parent
@@ -45,32 +46,34 @@ SHOWN |= {"tokens_per_second": "tokens per second"}
 
 def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Keywords of `generate` by name; `model` among them."""
-    found = {
-        "sft ar": {"model": models["sft"]},  # a stock class, which knows no strategy
-        "sft+adapter exact": {"model": models["sft+adapter"], **DECODERS[EXACT]},
-        "wedlm ar": {"model": models["wedlm"], "strategy": "ar"},
-        "wedlm exact": {"model": models["wedlm"], **DECODERS[EXACT]},
-    }
-    middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
-    found["wedlm block"] = {"model": models["wedlm"], **DECODERS[BLOCK], **middle}
-    for tau, penalty in product(THRESHOLDS, PENALTIES):
-        settings = {"entropy_threshold": tau, "distance_penalty": penalty}
-        found[f"wedlm none τ={tau:g} λ={penalty:g}"] = {"model": models["wedlm"], **DECODERS[WEDLM], **settings}
+    found = {}
+    if "sft" in models:
+        found["sft ar"] = {"model": models["sft"]}  # a stock class, which knows no strategy
+        found["sft+adapter exact"] = {"model": models["sft+adapter"], **DECODERS[EXACT]}
+    if "wedlm" in models:
+        found["wedlm ar"] = {"model": models["wedlm"], **DECODERS[AR]}
+        found["wedlm exact"] = {"model": models["wedlm"], **DECODERS[EXACT]}
+        found["wedlm+adapter exact"] = {"model": models["wedlm+adapter"], **DECODERS[EXACT]}
+        middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
+        found["wedlm block"] = {"model": models["wedlm"], **DECODERS[BLOCK], **middle}
+        for tau, penalty in product(THRESHOLDS, PENALTIES):
+            settings = {"entropy_threshold": tau, "distance_penalty": penalty}
+            found[f"wedlm none τ={tau:g} λ={penalty:g}"] = {"model": models["wedlm"], **DECODERS[WEDLM], **settings}
     return found
 
 
 def load(folder: Path, run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
-    """The models by name, and their tokenizer."""
-    models = {}
-    for method in METHODS:
-        lora = (run or HERE) / method
-        if not (lora / "adapter_config.json").exists():
-            raise OSError(f"There are no weights in {lora}: train them (train.py --method {method}).")
-        path = str(whole_model(method, lora, run or folder))
-        models[method] = load_model(path, dtype=dtype)
+    """The models by name, and their tokenizer. Raises `OSError` where nothing was trained."""
+    models, found = {}, run or HERE
+    trained = [method for method in METHODS if (found / method / "adapter_config.json").exists()]
+    if not trained:
+        raise OSError(f"There are no weights in {found}: train.py --output {found} trains them.")
+    for method in trained:
+        path = str(whole_model(method, found / method, run or folder))
         tokenizer = load_tokenizer(path)
-    models["sft+adapter"] = load_model(str(whole_model("sft", (run or HERE) / "sft", run or folder)), dtype=dtype)
-    load_mask_adapter(models["sft+adapter"], ADAPTER, any_base=True)
+        models[method] = load_model(path, dtype=dtype)
+        models[f"{method}+adapter"] = load_model(path, dtype=dtype)
+        load_mask_adapter(models[f"{method}+adapter"], ADAPTER, any_base=True)
     return models, tokenizer
 
 
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--task", choices=data.TASKS)
     parser.add_argument("--count", type=int, default=40, help="problems to decode")
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--only", nargs="+", metavar="DECODER", help="these rows of the table alone")
     parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published weights")
@@ -113,7 +117,11 @@ def main() -> None:
     problems = data.held_out_problems(options.task, options.count, options.seed)
     models, tokenizer = load(options.output, options.run, options.dtype)
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
-    rows = compare(models["wedlm"], tokenizer, prompts, decoders(models), title=f"{options.task} problems")
+    asked = decoders(models)
+    if unknown := [name for name in options.only or () if name not in asked]:
+        parser.error(f"--only: there is no {unknown[0]!r}, but {', '.join(map(repr, asked))}")
+    asked = {name: how for name, how in asked.items() if name in (options.only or asked)}
+    rows = compare(next(iter(models.values())), tokenizer, prompts, asked, title=f"{options.task} problems")
     rows = [{"task": options.task, "count": options.count, "seed": options.seed, **row} for row in rows]
     if options.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))

@@ -1,13 +1,14 @@
 """Trains SmolLM2-135M-Instruct into a WeDLM model that reasons and extracts, or into a plain AR model beside it.
 
-What it does: fetches the base, converts it, and trains a LoRA by dual-stream masking on the problems of data.py;
-`--method sft` trains a LoRA of the same rank by TRL's own SFTTrainer, on the same problems in the same order. Both run
-for `--minutes` in all, go on where an earlier run of the same command ended, and give way to other programs.
+What it does: fetches the base, converts it, trains a LoRA by dual-stream masking on the problems of data.py, writes
+the whole model, and decodes a few problems that it has not seen in all ways. `--method sft` trains a LoRA of the same
+rank by TRL's own SFTTrainer, on the same problems in the same order. Both run for `--minutes` in all, go on where an
+earlier run of the same command ended, and give way to other programs.
 
 Against the paper (examples/recipes has its settings): a LoRA in place of all weights, blocks of 16 instead of 32, most
 of them masked from a random token to their end, as decoding meets them, and two prediction copies of each example.
 
-    python examples/real-wedlm/train.py --minutes 20           # the whole road: data, training, table
+    python examples/real-wedlm/train.py --minutes 20
     python examples/real-wedlm/train.py --minutes 600
     python examples/real-wedlm/train.py --method sft --minutes 600
 
@@ -18,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from itertools import chain
@@ -186,13 +188,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600, help="of training, all runs of this folder together")
     parser.add_argument("--output", type=Path, default=Path("build/real-wedlm"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=6, help="problems of each task to decode in the end; 0: none")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's")
     options = parser.parse_args()
     os.nice(10)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     lora = train(options.method, tuple(options.tasks), options.output, options.minutes, options.seed)
-    print(f"The LoRA is in {lora}, the model in {whole_model(options.method, lora, options.output)}.")
+    print(f"The LoRA is in {lora}, the model in {whole_model(options.method, lora, options.output)}.", flush=True)
+    for task in options.tasks if options.count else ():
+        count = ["--task", task, "--count", str(options.count)]
+        subprocess.run([sys.executable, str(HERE / "compare.py"), *count, "--run", str(options.output)], check=True)
 
 
 if __name__ == "__main__":
