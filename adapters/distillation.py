@@ -15,8 +15,9 @@ from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
 from ..generation.drafter import scaled
+from ..generation.forward import forward_as
 from ..generation.rows import Row
-from ..generation.state import keeps_state, short_chunks
+from ..generation.state import keeps_state
 from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
 from .layers import evaluating
@@ -322,7 +323,7 @@ class MaskDistillation(nn.Module):
         token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager", apart))
         self._text._attn_implementation = MASK_RUNS
         try:
-            with self.model.predicting(positions.shape[1]), short_chunks():
+            with self.model.predicting(positions.shape[1]), forward_as(has_short_chunks=True):
                 hidden: torch.Tensor = self._decoder(
                     input_ids=torch.zeros_like(positions),  # slots have an embedding of their own
                     **inputs,

@@ -6,10 +6,8 @@ before the masks and never attend to them, so their logits, keys and values are 
 `B` sequences of a batch, `T` physical rows of a forward, `M` slots among them (the last ones), `H` hidden size.
 """
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.packed import multiply, pack_matrix
+from ..generation.forward import UNDER_WAY
 from ..generation.rows import MaskRun
 from .adapter_files import MOST_FREQUENT, MaskAdapterSettings
 
@@ -61,13 +60,6 @@ class Slots:
         return torch.cat([hidden, self.inner[:, -hidden.shape[1] :].to(hidden)], dim=-1)
 
 
-class _UnderWay(threading.local):  # torch.compile can follow it, unlike a context variable
-    slots: Slots | None = None
-
-
-_UNDER_WAY = _UnderWay()
-
-
 @dataclass(frozen=True)
 class Update:
     """Forward hook of one linear layer: adds the update to the rows that are slots, and touches no other row."""
@@ -77,7 +69,7 @@ class Update:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
-        slots = _UNDER_WAY.slots
+        slots: Slots | None = UNDER_WAY.slots
         if slots is None or not slots.count:
             return None
         down, up = slots.matrices.updates[self.target][self.layer]
@@ -103,7 +95,7 @@ class EmbedSlots:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
-        slots = _UNDER_WAY.slots
+        slots: Slots | None = UNDER_WAY.slots
         if slots is None or not slots.count:
             return None
         if slots.count > output.shape[1]:
@@ -122,7 +114,7 @@ class CatchSlots:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What the head gets."""
-        slots = _UNDER_WAY.slots
+        slots: Slots | None = UNDER_WAY.slots
         # For a slice of a batch, torch copies the head's weights once for each sequence.
         hidden = args[0].contiguous()
         if slots is not None and hidden.ndim == 3:
@@ -136,9 +128,9 @@ class CatchInner:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Nothing: the states stay as they are."""
-        if _UNDER_WAY.slots is not None:
+        if UNDER_WAY.slots is not None:
             states = output if isinstance(output, torch.Tensor) else output[0]
-            _UNDER_WAY.slots.inner = states[0] if states.ndim == 4 else states  # of Gemma 3n's streams the first
+            UNDER_WAY.slots.inner = states[0] if states.ndim == 4 else states  # of Gemma 3n's streams the first
 
 
 FOREIGN = "An adapter of Uno is read as it is: it is not trained here, extended or saved."
@@ -269,31 +261,22 @@ class MaskAdapter(nn.Module):
         for name, value in changes.items() if self.peft_config is not None else ():
             setattr(self.peft_config, name, value)
 
-    @contextmanager
-    def predicting(
-        self, slots: int | torch.Tensor | None, dtype: torch.dtype, is_packed: bool = False
-    ) -> Iterator[Slots | None]:
-        """Within this context, a forward takes the last rows of its input for slots: it embeds and updates them.
+    def slots(self, slots: int | torch.Tensor | None, dtype: torch.dtype, is_packed: bool = False) -> Slots | None:
+        """The slots of a forward, which embeds and updates them, for [`forward_as`].
 
         Args:
             slots: `(B, M)` bool, which of the last M physical rows are slots; M where all are; `None` for none.
             dtype: of the rows.
             is_packed: the model's layers are, and so are the updates: half as many bytes to read.
 
-        Yields:
-            The slots of the forward, with the states that the head read once it has run. `None` where nothing reads
-            them: without slots and without a root head.
+        Returns:
+            The slots, with the states that the head read once the forward has run. `None` where nothing reads them:
+            without slots and without a root head.
         """
         if slots is None and self.root_head is None:
-            yield None
-            return
+            return None
         count, mask = (slots.shape[1], slots[..., None]) if isinstance(slots, torch.Tensor) else (slots or 0, None)
-        found = Slots(count, mask, self.mask_embedding, self.hidden_size, self.matrices(dtype, is_packed))
-        try:
-            _UNDER_WAY.slots = found
-            yield found
-        finally:
-            _UNDER_WAY.slots = None
+        return Slots(count, mask, self.mask_embedding, self.hidden_size, self.matrices(dtype, is_packed))
 
     def matrices(self, dtype: torch.dtype, is_packed: bool) -> Matrices:
         """The matrices, for rows of `dtype`; made once where they do not train."""

@@ -1,6 +1,5 @@
 """Whether a model can carry a mask adapter: what is known of its kind, and what a few forwards show."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from ..generation.attention import (
     layer_types,
 )
 from ..generation.cache import WindowCache
+from ..generation.forward import forward_as, prepare_chunks
 from ..generation.rows import Row, SequenceState, Tree, lay_out
-from ..generation.state import keeps_state, prepare_chunks, short_chunks
+from ..generation.state import keeps_state
 from ..generation.versions import cache_name
 from .layers import evaluating
 
@@ -153,7 +153,7 @@ def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: 
     step = lay_out([sequence], [0], 0, model.device)
     cache.announce(step)
     inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
-    with cache.forgetting() if masks else nullcontext(), short_chunks() if known else nullcontext():
+    with forward_as(cache.layers if masks else (), has_short_chunks=bool(known)):
         logits: torch.Tensor = model(**inputs, use_cache=True).logits
     cache.commit([[] if masks else [*range(count)]])
     return logits[:, :count]
@@ -172,7 +172,8 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
         step = lay_out([sequence], [0], 0, model.device)
         cache.announce(step)
         masks = attention.masks(step, step.position_ids)
-        with nullcontext() if count is None else model.predicting(count) as found, attention.reading():
+        found = None if count is None else model.slots(count)
+        with forward_as(slots=found, **attention.record):
             logits = model(
                 input_ids=step.input_ids, attention_mask=masks, position_ids=step.position_ids,
                 use_cache=True, **{cache_name(model): cache},

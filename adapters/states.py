@@ -12,7 +12,8 @@ import torch
 from transformers import Cache, DynamicLayer
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..generation.state import cache_layers, has_state, is_attending, short_chunks
+from ..generation.forward import forward_as
+from ..generation.state import cache_layers, has_state, is_attending
 from ..generation.versions import cache_name
 
 
@@ -53,7 +54,7 @@ class StateMemory(Cache):
             if end > self.length:
                 places = torch.arange(self.length, end, device=cuts.device)[None]
                 inputs = {"input_ids": input_ids[:, self.length : end], "position_ids": places}
-                with short_chunks():
+                with forward_as(has_short_chunks=True):
                     read = decoder(**inputs, use_cache=True, **{cache_name(decoder): self})
                 hidden.append(read.last_hidden_state)
                 self.length = end

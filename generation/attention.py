@@ -4,17 +4,16 @@
 """
 
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from .forward import UNDER_WAY, prepare_chunks
 from .rows import Step, lines
-from .state import keeps_state, prepare_chunks
+from .state import keeps_state
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -24,16 +23,6 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 ROWS_ALIKE = 32
 
 Keys = slice | torch.Tensor  # that a row sees: a range, or their places
-
-
-class _UnderWay(threading.local):
-    """How layers attend in this thread's forward. torch.compile can follow it, unlike a context variable."""
-
-    is_grouped = False
-    alone: Sequence[tuple[torch.Tensor, list[Keys]]] = ()  # the step's masks, each with the keys of the first rows
-
-
-_UNDER_WAY = _UnderWay()
 
 
 def implementation_of(model: Any) -> str:
@@ -89,8 +78,8 @@ class StepAttention:
         Args:
             step: its rows.
             position_ids: `(A, Q)` int64, logical positions.
-            alone: how many of the first rows attend one by one, see [`attends_by_row`]; 0 for prompts, whose rows
-                attend together, in the same call as AR decoding's. `None`: all rows attend together.
+            alone: how many of the first rows attend one by one, see [`attends_by_row`]. 0 for a prompt: AR decoding
+                reads it in one call, too. `None`: all rows attend together.
 
         Returns:
             `None` where the model makes the right mask by itself; a tensor where all layers are of one kind, and
@@ -117,14 +106,10 @@ class StepAttention:
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Within this context, the layers of this thread's forwards attend as the last masks ask."""
-        _UNDER_WAY.is_grouped, _UNDER_WAY.alone = bool(self.groups), tuple(self._alone)
-        try:
-            yield
-        finally:
-            _UNDER_WAY.is_grouped, _UNDER_WAY.alone = False, ()
+    @property
+    def record(self) -> dict[str, Any]:
+        """How layers attend under the last masks, for [`forward_as`]."""
+        return {"is_grouped": bool(self.groups), "alone": tuple(self._alone)}
 
 
 def _near(kind: str, step: Step, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
@@ -255,7 +240,7 @@ def _sdpa_of(functions: Any) -> Any:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
         alone = _alone(attention_mask)
-        is_grouped = _UNDER_WAY.is_grouped and attention_mask is not None
+        is_grouped = UNDER_WAY.is_grouped and attention_mask is not None
         rows = (query.shape[2] - len(alone)) * (query.shape[1] // key.shape[1])
         if not is_grouped or attention_mask.shape[2] != rows:
             return functions["sdpa"](module, query, key, value, attention_mask, **kwargs)
@@ -285,7 +270,7 @@ def _eager_rows_of(eager: Any) -> Any:
 
 
 def _alone(mask: Any) -> Sequence[Keys]:
-    return next((keys for own, keys in _UNDER_WAY.alone if own is mask), ())
+    return next((keys for own, keys in UNDER_WAY.alone if own is mask), ())
 
 
 def visibility(step: Step) -> torch.Tensor:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import LinearAttentionLayer
 
 from .rows import Step
-from .state import cache_layers, forgetting, has_state, is_attending, state_tensors
+from .state import cache_layers, has_state, is_attending, state_tensors
 from .versions import CACHE
 
 SMALLEST_CAPACITY = 64
@@ -242,10 +242,6 @@ class WindowCache(Cache):
         if has_state(layer):
             return StateWindowLayer(self.extent, layer.number_of_states)
         return WindowLayer(self.extent)
-
-    def forgetting(self) -> AbstractContextManager[None]:
-        """Within this context, a forward leaves no trace in the states: see [`forgetting`]."""
-        return forgetting(self.layers)
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
         """How many of the first tokens of each prompt its row holds."""

@@ -5,10 +5,12 @@ MOST_PENDING = 64
 
 
 class Commits:
-    """Decides when a step goes without drafts and masks. Such a step commits the pending tokens; all others read them
-    again, which costs the more the more they are. A commit costs what the drafts and masks of its step would have
-    netted. A commit is due once reading the pending tokens costs a step more than the mean of all these costs over the
-    steps since the last commit: from there on, the mean would rise. All costs are tokens.
+    """Decides when a step goes without drafts and masks. Such a step commits the pending tokens. Every other step
+    reads them again, and pays more for it the more there are.
+
+    Both are priced in tokens. A commit costs the tokens that its step would have drafted. The best moment is the one
+    that makes the mean cost of a step least: the first step whose pending tokens cost more than the mean so far, the
+    commit's own cost counted in. A later commit would only raise that mean.
     """
 
     def __init__(self) -> None:

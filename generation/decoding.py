@@ -11,8 +11,8 @@ cached yet; behind them stand guesses and masks. A [`Row`] is one of these. One 
     6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
     7. plan     the rows of the others' next forward
 
-What 3, 4 and 7 are in detail is up to a [`Rule`]: [`FillRule`], the paper's, or [`VerifyRule`]. The loop knows nothing
-of the model but its `forward`.
+What 3, 4 and 7 are in detail is up to a [`Rule`]: [`FillRule`], the paper's, or [`VerifyRule`]. What is asked of the
+model is a [`DecodedModel`].
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,11 @@ from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from .attention import StepAttention
 from .cache import WindowCache
+from .forward import DecodedModel, forward_as
 from .request import DecodingRequest
 from .rows import SequenceState, Step, Tree, lay_out
 from .rules import Rule, SequenceOutcome, StepOutcome, on_host
-from .state import keeps_state, short_chunks
+from .state import keeps_state
 from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
@@ -46,9 +47,7 @@ class ParallelDecoder:
             because the model's logits are NaN or the processors leave no token.
     """
 
-    # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. If it
-    # `has_mask_adapter`, within `model.predicting(slots)` the last rows are slots, and what the head reads is kept.
-    model: Any
+    model: DecodedModel
     request: DecodingRequest
     rule: Rule
     cache: WindowCache  # empty, or holding a beginning of every prompt
@@ -123,17 +122,17 @@ class ParallelDecoder:
         2H)`, with inner states behind."""
         self.cache.announce(step)
         is_compiled = self.compiled is not None and self.steps > 0
-        predicting: AbstractContextManager[Any] = nullcontext()
+        slots = None
         if self.model.has_mask_adapter:
-            predicting = self.model.predicting(step.mask_columns(self.rule.most_masks if is_compiled else 0))
+            slots = self.model.slots(step.mask_columns(self.rule.most_masks if is_compiled else 0))
         positions = step.position_ids
         alone = (len(step.rows[0]) - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(step, positions, alone)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
         is_guessing = any(len(sequence.rows) > sequence.pending for sequence in step.sequences)
-        remembering = self.cache.forgetting() if is_guessing else nullcontext()
-        chunks = short_chunks() if self.steps > 0 else nullcontext()  # a prompt is read as AR decoding reads it
-        with predicting as states, self.attention.reading(), remembering, chunks, self._bare():
+        record = {"slots": slots, **self.attention.record}
+        record["has_short_chunks"] = self.steps > 0  # a prompt is read as AR decoding reads it
+        with forward_as(self.cache.layers if is_guessing else (), **record), self._bare():
             inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
                 inputs = {"inputs_embeds": self._embeds(step)}
@@ -147,7 +146,7 @@ class ParallelDecoder:
                 **{self._cache_name: self.cache},
             )
         self.steps += 1
-        return outputs.logits.to(step.input_ids.device), None if states is None else states.states
+        return outputs.logits.to(step.input_ids.device), None if slots is None else slots.states
 
     def _embeds(self, step: Step) -> torch.Tensor:
         """The caller's embeddings of the prompt, and the model's of the masks behind it, `(A, Q, hidden)`."""

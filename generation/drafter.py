@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .forward import DecodedModel
 from .lookup import TextLookup
 from .rows import CERTAIN, MOST_DRAFTS, OWN_MASKS, MaskRun, SequenceState, Tree
 from .sampling import SHORTLIST, TokenSampler
@@ -114,7 +115,7 @@ class Grown(NamedTuple):
 class AdapterMasks:
     """Masks of a mask adapter, one after the other: its previous-token head reads the drafts before."""
 
-    def __init__(self, sampler: TokenSampler, model: Any, children: int, paths: int):
+    def __init__(self, sampler: TokenSampler, model: DecodedModel, children: int, paths: int):
         self.sampler, self.model, self.children, self.paths = sampler, model, children, paths
         self.config = model.config.get_text_config(decoder=True)
 
@@ -289,7 +290,9 @@ class Drafter:
         return tree
 
 
-def make_drafter(model: Any, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> Drafter:
+def make_drafter(
+    model: DecodedModel, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool
+) -> Drafter:
     """The sources of a call. `has_branches`: a position has several drafts, of masks and of the text; else one."""
     constraints = [each for each in sampler.processors if hasattr(each, "ahead")]
     children = min(CHILDREN, model.config.get_text_config(decoder=True).vocab_size - 1) if has_branches else 1

@@ -212,8 +212,8 @@ class JSONConstraint(LogitsProcessor):
         return found[:count]
 
     def _as_before(self, text: list[int], bits: bytes) -> list[int]:
-        """The token that followed when the last token was the same; or else, where few tokens are allowed, the only
-        one of them that the text has."""
+        """A guess at the next token, or none: the allowed token that followed the last token earlier in the text.
+        Where few tokens are allowed and the text has only one of them, that one."""
         before = [token for token in text if bits[token >> 3] >> (token & 7) & 1]
         same = [token for last, token in pairwise(text) if last == text[-1] and token in before]
         is_clear = len({*before}) == 1 and int.from_bytes(bits).bit_count() <= FEW

@@ -397,7 +397,7 @@ def _decode(
     stats = StatsRecorder(decoder.sequences)
     scores = ScoreRecorder([name for name in is_kept if is_kept[name] and is_dict])
     observers = [stats.observe, scores.observe]
-    trace = decoder.model.trace_recorder() if settings.output_trace else None
+    trace = WeDLMGenerationMixin.trace_recorder() if settings.output_trace else None
     if trace is not None:
         observers.append(trace.observe)
     if streamer is not None:

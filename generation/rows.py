@@ -29,8 +29,11 @@ CERTAIN = 1.0
 
 
 class Row(NamedTuple):
-    """One row of a forward. Drafts and plans count positions and places from the root, whose position is 0 and whose
-    place is -1."""
+    """One row of a forward: a token or a mask at a logical position, behind another row.
+
+    In drafts and plans, positions and places are relative to the root, the last final token: its position is 0, its
+    place -1.
+    """
 
     token: int | None  # `None`: a mask
     position: int  # logical

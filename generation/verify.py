@@ -34,7 +34,7 @@ class ARRow(NamedTuple):
     """The root or a draft, as a step reads it. Each field is a number, or for all rows at once a tensor `(A, R)`."""
 
     column: Any  # of the T columns
-    token: Any  # -2 where there is no row: nothing chooses it
+    token: Any  # -2 where there is no row: no row predicts -2, so such a draft never passes
     parent: Any  # one of the R
     offset: Any  # new tokens before the one that the row predicts; -1 where there is no row
     first_mask: Any  # column of the first drafting mask behind it; any where there is none

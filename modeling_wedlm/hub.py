@@ -25,8 +25,8 @@ AUTO_MAP = {
 # What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
     "generation/attention.py", "generation/cache.py", "generation/commits.py", "generation/decoding.py",
-    "generation/drafter.py", "generation/fixed_plan.py", "generation/lookup.py", "generation/mixin.py",
-    "generation/planner.py",
+    "generation/drafter.py", "generation/fixed_plan.py", "generation/forward.py", "generation/lookup.py",
+    "generation/mixin.py", "generation/planner.py",
     "generation/request.py", "generation/rows.py", "generation/rules.py", "generation/sampling.py",
     "generation/settings.py", "generation/state.py", "generation/stats.py", "generation/step_times.py",
     "generation/streaming.py", "generation/threads.py", "generation/verify.py", "generation/versions.py",

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import wedlm_hf
-from wedlm_hf.generation.state import CHUNKED
+from wedlm_hf.generation.forward import CHUNKED
 from wedlm_hf.modeling_wedlm import hub
 
 ROOT = Path(__file__).parents[1]
@@ -361,7 +361,7 @@ def inherited(cls: type) -> set[str]:
 
 def private_names() -> dict[str, str]:
     """Every such name that the library uses, and where."""
-    found = {f"transformers.{name}": "generation.state" for name in CHUNKED}  # by their names in strings
+    found = {f"transformers.{name}": "generation.forward" for name in CHUNKED}  # by their names in strings
     # What vllm/ uses of vLLM, one minor version of it, is left out.
     files = {name: file for name, file in MODULES.items() if not name.startswith("serving.vllm")}
     ours = set().union(*(defined(tree_of(file)) for file in files.values())) - inherited(PreTrainedModel)

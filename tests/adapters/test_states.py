@@ -26,8 +26,8 @@ from wedlm_hf.eval.report.run import _decoders, run
 from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.drafter import Drafter
+from wedlm_hf.generation.forward import CHUNKED
 from wedlm_hf.generation.rows import Row, Tree
-from wedlm_hf.generation.state import CHUNKED
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 TEXTS = int(os.environ.get("STATE_TEXTS", "2"))  # of each type
