@@ -177,8 +177,7 @@ class MessageParser(ResponseParser):
     def _cast(self, call: ToolCall) -> ToolCall:
         """A call whose arguments have the types that the tool's schema asks for."""
         function = {"name": call.name, "arguments": json.loads(call.arguments)}
-        cast = getattr(self, "_coerce_tool_calls", lambda value: value)  # transformers has it since 5.23
-        return calls_in(cast({"function": function}))[0]
+        return calls_in(self._coerce_tool_calls({"function": function}))[0]
 
     @property
     def _is_structured(self) -> bool:

@@ -13,6 +13,7 @@ from served import ANSWER, CHAT, NAME, Server
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS, ReasoningText, ToolCall
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from wedlm_hf.serving.calls import Answer, Asked, RequestError
@@ -147,7 +148,8 @@ N3 = [ToolCall("f", '{"n": 3}')]
     ("mistral", '[TOOL_CALLS]f[ARGS]{"n": 3}', N3), ("mistral", '[TOOL_CALLS]f{"n": 3}[TOOL_CALLS]f{"n": 3}', N3 * 2),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"n": 3}', N3),
     ("mistral", "Hi [TOOL_CALLS] x", ["Hi [TOOL_CALLS] x"]),
-    ("lfm2", "<|tool_call_start|>[f(n=3), f(n=3)]<|tool_call_end|>Hi", [*N3 * 2, "Hi"]),
+    pytest.param("lfm2", "<|tool_call_start|>[f(n=3), f(n=3)]<|tool_call_end|>Hi", [*N3 * 2, "Hi"],
+                 marks=pytest.mark.skipif("python-call-list" not in CONTENT_PARSERS, reason="an older transformers")),
     ("lfm2", "<|tool_call_start|>[f(3)]<|tool_call_end|>", ["<|tool_call_start|>[f(3)]<|tool_call_end|>"]),
     ("gemma3_text", "<start_function_call>call:f{n:3}<end_function_call>", N3),
     ("gemma3_text", "<start_function_call>call:f{s:<escape>a<escape>}<end_function_call>",
