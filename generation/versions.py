@@ -114,12 +114,6 @@ def is_checkpointing(model: Any) -> bool:
     return bool(getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False))
 
 
-def known_to(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
-    """Those of the keywords that a function of the installed transformers has: `build_response_parser` of its server
-    has `tools` since 5.23."""
-    return {name: value for name, value in kwargs.items() if name in signature(function).parameters}
-
-
 def named_thoughts(turn: dict[str, Any]) -> dict[str, Any]:
     """A turn whose thoughts have the names that chat templates read, as transformers gives them since 5.21."""
     names = ("reasoning_content", "thinking", "reasoning")

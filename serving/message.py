@@ -13,7 +13,6 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-from ..generation.versions import known_to
 from .text import StopTrimmer
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
@@ -119,7 +118,7 @@ class MessageParser(ResponseParser):
         self._is_cut = self._has_pieces = False
         self._special = special
         self._names = {tool["function"]["name"] for tool in tools or []}
-        super().__init__(template, prefix=prefix, **known_to(ResponseParser.__init__, tools=tools))
+        super().__init__(template, prefix=prefix, tools=tools)
         self._offset = len(self._buffer)
         self._pieces.clear()
 
