@@ -53,7 +53,7 @@ def parsed_once() -> Iterator[None]:
 def _reader_class(kind: Any) -> Any:
     """gguf's reader on a plain array: it slices one for every token, and slices of a memory map are dear."""
 
-    class Reader(kind):  # type: ignore[misc]
+    class Reader(kind):
         @property
         def data(self) -> Any:
             return self.__dict__["data"]
