@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import Cache, DynamicCache
 
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product
@@ -42,8 +43,17 @@ class FusedAttention(Fused):
     _biases: torch.Tensor | None  # of queries, keys and values
     _norms: torch.Tensor | None  # of each head of queries and keys
 
+    def parts(self: Any) -> tuple[Any, ...]:
+        """The norms, and the weights and biases that are joined, with their versions: what must stay as it was."""
+        norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
+        tensors = [getattr(layer, "bias", None) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+        tensors += [getattr(norm, "weight", None) for norm in norms]
+        versions = (0 if each is None or each.is_inference() else each._version for each in tensors)
+        return (*map(id, (*norms, *tensors)), *versions)
+
     def prepare(self: Any) -> None:
         """Joins what belongs to several of the layers. Raises `AttributeError` or `TypeError` for other layers."""
+        self._parts, self._is_prepared = self.parts(), False
         layers = self.q_proj, self.k_proj, self.v_proj
         sizes = [layer.out_features for layer in layers]
         self._heads = [size // self.head_dim for size in sizes]
@@ -52,14 +62,20 @@ class FusedAttention(Fused):
         norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
         self._norms, self._terms = None, None
         if not all(norm is None or type(norm) is nn.Identity for norm in norms):
+            if any(type(norm) is not PackedNorm for norm in norms):
+                raise TypeError("These norms are other layers.")
             weights = [norm.weight.detach().expand(n, 1, -1) for norm, n in zip(norms, self._heads, strict=False)]
             self._norms, self._terms = torch.cat(weights), norms[0].terms
+        self._is_prepared = True
 
     def forward(
         self: Any, hidden_states: torch.Tensor, position_embeddings: Any = None, attention_mask: Any = None, **how: Any
     ) -> tuple[torch.Tensor, Any]:
         """The base's, on `(B, Q, hidden size)`."""
-        product = _shared(self.q_proj, self.k_proj, self.v_proj)
+        if self._parts != self.parts():  # copied, loaded anew, or exchanged
+            with suppress(AttributeError, TypeError):
+                self.prepare()
+        product = _shared(self.q_proj, self.k_proj, self.v_proj) if self._is_prepared else None
         norms = () if self._norms is None else (self.q_norm, self.k_norm)
         is_known = self.config._attn_implementation == "sdpa" and not self.training
         is_known = is_known and position_embeddings[0].shape[-1] == self.head_dim  # else only a part is turned
@@ -127,13 +143,13 @@ class FusedMLP(Fused):
 
 
 def _is_watched(module: Any) -> bool:
-    return any(getattr(module, name) for name in HOOKS)
+    return "forward" in vars(module) or any(getattr(module, name) for name in HOOKS)
 
 
 def _shared(*layers: Any) -> Product | None:
     """The product that these layers, and no others, share; `None` where they are other layers, or hooks watch one."""
     product = getattr(layers[0], "product", None)
-    if product is None or len(product.sizes) != len(layers):
+    if product is None or len(product.sizes) != len(layers) or _has_any_global_hook():
         return None
     for layer in layers:
         if type(layer) is not PackedLinear or layer.product is not product or _is_watched(layer):

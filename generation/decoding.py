@@ -92,6 +92,7 @@ class ParallelDecoder:
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
     def _step(self) -> StepOutcome:
+        self.rule.begin()
         # In the order of the cache's buffers: the unfinished ones, or all where shapes are fixed.
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
         step = self._lay_out(sequences)

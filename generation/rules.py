@@ -101,6 +101,9 @@ class Rule(Protocol):
     def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """The rows of each of these sequences in the next forward."""
 
+    def begin(self) -> None:
+        """The step of these rows begins."""
+
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """Chooses tokens at these rows, for all sequences at once, on the device.
 
@@ -181,6 +184,9 @@ class FillRule:
         self.settings, self.sampler, self.end_tokens, self.is_block = settings, sampler, end_tokens, is_block
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size, size
         self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
+
+    def begin(self) -> None:
+        """See [`Rule`]: nothing is measured."""
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """Pending tokens, then filled slots, then masks, each in ascending order."""

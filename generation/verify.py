@@ -78,6 +78,7 @@ class VerifyRule:
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # of each sequence, by its index
         self._tokens: int | None = None  # new tokens of this step, if the planner learns from it
+        self._planned = 0, False, 0  # its physical rows, whether masks are among them, and its sequences
 
     # --- the rows of a forward ---------------------------------------------------------------------------------------
 
@@ -98,9 +99,14 @@ class VerifyRule:
         found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
         has_masks = any(rows[-1].token is None for rows in found)
         if not is_prefill:  # a prompt's time is that of AR decoding, too
-            self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences))
+            self._planned = len(found) * max(map(len, found)), has_masks, len(sequences)
             self._tokens = 0
         return found
+
+    def begin(self) -> None:
+        """See [`Rule`]. What others do between two steps is not the step's time."""
+        if self._tokens is not None:
+            self.planner.begin(*self._planned)
 
     def _rows(self, sequence: SequenceState, planned: Tree) -> Tree:
         """Pending tokens, and behind their last one the planned rows."""

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model
 from test_families import FAMILIES, build
 from tiny import tiny_llama, tiny_model
+from torch.nn.modules.module import register_module_forward_hook
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
@@ -120,6 +121,54 @@ def test_a_module_that_computes_something_else_stays_what_it_is(place, kind):
     module = getattr(model.model.layers[0], place)
     assert type(module) is kind and vars(module).keys() == before.keys()
     assert not module.training and len(fused_in(model)) == 3
+
+
+def retune_norms(model):
+    model = get_peft_model(model, LNTuningConfig(target_modules=["q_norm", "k_norm"]))
+    for name, parameter in model.named_parameters():
+        if "ln_tuning" in name:
+            parameter.data.mul_(3)
+
+
+def load_norms(model):
+    norms = {name: value * 3 for name, value in model.state_dict().items() if "q_norm" in name}
+    assert norms
+    model.load_state_dict(norms, strict=False)
+
+
+def replace_norms(model):
+    for layer in model.model.layers:
+        layer.self_attn.q_norm = torch.nn.Identity()
+
+
+def replace_forwards(model):
+    for layer in model.model.layers:
+        own = layer.self_attn.q_proj.forward
+        layer.self_attn.q_proj.forward = lambda rows, own=own: 3 * own(rows)
+
+
+@pytest.mark.parametrize("change", [retune_norms, load_norms, replace_norms, replace_forwards])
+@torch.no_grad()
+def test_parts_of_a_fused_module_that_change_later_count(change, monkeypatch):
+    fused = pack(tiny_model())
+    monkeypatch.setattr(packed, "fuse", lambda model: None)
+    plain = pack(tiny_model())
+    before = fused(input_ids=IDS).logits
+    for model in (fused, plain):
+        change(model)
+    assert torch.equal(fused(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    assert not torch.equal(fused(input_ids=IDS).logits, before)
+
+
+@torch.no_grad()
+def test_hooks_on_all_modules_see_the_layers_of_fused_ones():
+    model, seen = pack(tiny_model()), []
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+    try:
+        model(input_ids=IDS)
+    finally:
+        handle.remove()
+    assert seen.count("PackedLinear") == sum(type(each).__name__ == "PackedLinear" for each in model.modules())
 
 
 def test_hooks_on_the_layers_of_a_fused_module_see_what_they_saw(monkeypatch):

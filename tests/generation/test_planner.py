@@ -1,11 +1,14 @@
 """The planner: near the best fixed shape on any curve of costs, and what it is made of."""
 
 from collections import Counter
+from itertools import pairwise
 from math import ceil
 from random import Random
 
 import plans
 import pytest
+import torch
+from tiny import tiny_model
 
 from wedlm_hf.generation.fixed_plan import FixedPlan
 from wedlm_hf.generation.planner import Outlook, Planner
@@ -256,3 +259,25 @@ def test_a_fixed_plan_has_no_more_rows_than_a_step_may(is_chain, size):
     plan = FixedPlan(20, is_chain, most_rows=32)
     drafts, masks = parts(plan, chain(*[0.5] * 20), 20)
     assert len(drafts) == size and max(masks) == size and 1 + size + sum(masks) <= 32
+
+
+def test_what_is_done_between_two_steps_is_not_their_time(monkeypatch):
+    """A server answers others there."""
+    events = []
+
+    class Streamer:
+        def put(self, tokens):
+            events.append("others")
+
+        def end(self):
+            pass
+
+    for name in ("begin", "finish"):
+        own = getattr(Planner, name)
+        monkeypatch.setattr(Planner, name, lambda *args, own=own, name=name: (events.append(name), own(*args))[1])
+    model = tiny_model()
+    how = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 12, "do_sample": False}
+    model.generate(torch.tensor([[5, 6, 7]]), streamer=Streamer(), **how)
+    assert events.count("begin") > 1 and events.count("others") > 2
+    for before, behind in pairwise(events):
+        assert before != "begin" or behind == "finish"
