@@ -234,13 +234,14 @@ class Batch(BaseStreamer, StoppingCriteria):
 
     Args:
         answers: of the call.
-        let_in: is called between forwards; returns the forwards that it took, after as many of which it is called
-            again.
+        let_in: is called behind a forward, at most once; and again when the call has run for as long as that took.
     """
 
-    def __init__(self, answers: Sequence[Answer], let_in: Callable[[], int] = lambda: 0):
+    def __init__(self, answers: Sequence[Answer], let_in: Callable[[], None] = lambda: None):
         self.answers, self.let_in = answers, let_in
-        self.alone = 0  # forwards until others are let in
+        self.alone_until = 0.0  # seconds: others are let in from then on
+        # Whether `put_step` tells of forwards (else each `put` is one), and others could come in behind the last one.
+        self.has_steps = self.is_passed = False
         self.width = max(len(answer.asked.prompt) for answer in answers)
         self.is_prompt = True
         self.logits: torch.Tensor | None = None  # `(B, V)`, which AR decoding chooses the next tokens from
@@ -275,11 +276,21 @@ class Batch(BaseStreamer, StoppingCriteria):
                 except Exception as error:  # concerns no other
                     log.exception("%s: failed", answer.request_id)
                     answer.fail(as_request_error(error))
-            self.alone = self.alone - 1 if self.alone else self.let_in()
+            if not self.is_passed:
+                self.is_passed = self.has_steps
+                self._take_turns()
         self.is_prompt = False
+
+    def _take_turns(self) -> None:
+        start = time.perf_counter()
+        if start >= self.alone_until:
+            self.let_in()
+            end = time.perf_counter()
+            self.alone_until = end + (end - start)
 
     def put_step(self, counts: list[tuple[int, int, int]]) -> None:
         """Takes what a forward did, see [`TokenStream`]."""
+        self.has_steps, self.is_passed = True, False
         for row, drafted, accepted in counts:
             answer = self.answers[row]
             answer.forwards += 1
@@ -308,7 +319,6 @@ class CallManager:
         self.thread = InferenceThread()
         self.lock = threading.Lock()
         self.waiting: list[Answer] = []
-        self.is_inside = False  # between two forwards of a call
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Takes answers that are to be made."""
@@ -331,8 +341,8 @@ class CallManager:
             self.waiting = [answer for answer in self.waiting if answer not in batch]
         return batch
 
-    def _answer_next(self, is_short: bool = False) -> int:
-        """On the thread that all calls share. Returns how many forwards it took."""
+    def _answer_next(self, is_short: bool = False) -> None:
+        """On the thread that all calls share."""
         batch = []
         for answer in self.next_batch(is_short):
             answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
@@ -343,17 +353,11 @@ class CallManager:
             log.exception("a call failed")
             for answer in batch:
                 answer.fail(as_request_error(error))
-        return max((answer.forwards_taken for answer in batch), default=0)
 
-    def _let_in(self) -> int:
-        """Makes short answers while a longer call waits. Returns how many forwards they took."""
-        if self.is_inside or not self.waiting:
-            return 0
-        self.is_inside = True
-        try:
-            return self._answer_next(is_short=True)
-        finally:
-            self.is_inside = False
+    def _let_in(self) -> None:
+        """Makes short answers while a longer call waits: theirs lets nobody in."""
+        if self.waiting:
+            self._answer_next(is_short=True)
 
     def _generate(self, batch: list[Answer]) -> None:
         asked, start = batch[0].asked, time.perf_counter()

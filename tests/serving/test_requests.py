@@ -12,17 +12,28 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+import torch
 from served import CHAT, IMAGE, NAME, Server, post, refusal
 from tiny import tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from wedlm_hf.serving import calls as calls_module
 from wedlm_hf.serving import conversation, limits
 from wedlm_hf.serving import endpoints as endpoints_module
-from wedlm_hf.serving.calls import Answer, Asked, CallManager, RequestError, as_request_error
+from wedlm_hf.serving.calls import Answer, Asked, Batch, CallManager, RequestError, as_request_error
 from wedlm_hf.serving.conversation import Conversation, missing_piece
 from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 from wedlm_hf.serving.server import DEAR_READERS, READERS
+
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
 
 SCHEMA = {"name": "x", "schema": {"not": {}}}
 ASKS = b'{"messages": [{"role": "user", "content": "?"}], '
@@ -315,8 +326,7 @@ def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(n
     with Server(*nano, {"strategy": "ar"}) as server, ThreadPoolExecutor(READERS + 4) as pool:
         body = {"messages": CHAT, "max_tokens": 2}
         waiting = [pool.submit(post, server, body | {"response_format": form}) for _ in range(READERS + 4)]
-        while len(running) < DEAR_READERS:
-            time.sleep(0.01)
+        wait_until(lambda: len(running) >= DEAR_READERS)
         post(server, body)
         assert not any(each.done() for each in waiting)
         go_on.set()
@@ -324,37 +334,69 @@ def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(n
         assert max(most) == DEAR_READERS
 
 
-def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_are_as_if_alone(nano):
-    """And the longer call goes on for as many forwards before the next."""
+def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_are_as_if_alone(nano, monkeypatch):
+    """And the longer call goes on for as long before the next, on a clock on which a position takes a second."""
     with Server(*nano, {"strategy": "ar"}) as server:
-        forwards, asked = [], {"max_tokens": 100, "extra_body": {"min_new_tokens": 100}}
+        asked = {"max_tokens": 100, "extra_body": {"min_new_tokens": 100}}
         alone = server.text(**asked), server.text(max_tokens=6), server.text(**asked, logprobs=True, top_logprobs=3)
-        hook = server.model.register_forward_hook(lambda *_: forwards.append(1))
-        calls = server.app.state.desk.calls
+        lengths, calls, are_read = [], server.app.state.desk.calls, threading.Event()
+        monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: sum(lengths)))
+        hook = server.model.register_forward_hook(
+            lambda model, args, words, output: lengths.append(output.logits.shape[0] * words["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
         take, taken = calls._let_in, []
 
         def let_in():
-            while len(forwards) > 10 and len(taken) < 2 and not calls.waiting:
-                time.sleep(0.001)  # until the short ones are there
-            before = len(forwards)
-            if count := take():
-                taken.append((before, len(forwards), count))
-            return count
+            if len(lengths) > 10 and len(taken) < 2:
+                wait_until(lambda: calls.waiting)
+            before, count = sum(lengths), len(lengths)
+            take()
+            if len(lengths) > count:
+                taken.append((before, sum(lengths), len(lengths) - count))
+            if len(taken) == 2:
+                are_read.wait(60)
 
         calls._let_in = let_in
         with ThreadPoolExecutor(3) as pool:
             long = pool.submit(server.chat, **asked, logprobs=True, top_logprobs=3)
-            while len(forwards) < 10:
-                time.sleep(0.001)
+            wait_until(lambda: len(lengths) >= 10)
             texts = [pool.submit(server.text, max_tokens=6, seed=seed) for seed in (1, 2)]
             assert [each.result() for each in texts] == [alone[1]] * 2
             assert not long.done()
+            are_read.set()
             choice = long.result().choices[0]
         hook.remove()
         assert choice.message.content == alone[0] == alone[2]
         assert "".join(each.token for each in choice.logprobs.content) == alone[0]
-        (_, end, count), (begin, _, _) = taken
-        assert begin - end >= count == 6
+        (start, end, count), (begin, _, _) = taken
+        assert begin - end >= end - start > 2 * count == 12  # the prompt's time counts
+
+
+@pytest.mark.parametrize("strategy", ["ar", "wedlm"])
+def test_a_longer_call_lets_others_in_at_most_once_a_forward_and_then_runs_for_as_long(
+    tokenizer, monkeypatch, strategy
+):
+    asked = Asked([5], GenerationConfig(max_new_tokens=1000), {"strategy": strategy})
+    forward, seconds, entered = 0, 0.0, []
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: seconds))
+
+    def let_in():
+        nonlocal seconds
+        entered.append(forward)
+        seconds += takes
+
+    for takes, expected in ((0, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (20, [0])):
+        entered.clear()
+        batch = Batch([Answer(asked, "id", tokenizer, print, 0) for _ in range(2)], let_in)
+        batch.put(torch.tensor([[5], [5]]))
+        for forward in range(8):
+            seconds += 1
+            if strategy == "wedlm":
+                batch.put_step([(0, 0, 0), (1, 0, 0)])
+            for _ in range(1 if strategy == "ar" else 4):  # positions
+                batch.put(torch.tensor([6, 6]))
+        assert entered == expected
 
 
 def test_few_grammars_are_tried_at_a_time_as_each_may_take_a_gigabyte(monkeypatch):
