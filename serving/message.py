@@ -115,7 +115,7 @@ class MessageParser(ResponseParser):
     def __init__(self, template: Any, prefix: str, tools: Any = None, special: Collection[str] = ()):
         self._pieces: list[Piece] = []
         self._begin = self._offset = 0  # of the open region, with its delimiter; of the answer
-        self._is_cut = self._has_pieces = False
+        self._is_cut = self._has_pieces = self._is_bare = False  # bare: nothing marks the open region as a call
         self._special = special
         self._names = {tool["function"]["name"] for tool in tools or []}
         super().__init__(template, prefix=prefix, tools=tools)
@@ -142,7 +142,7 @@ class MessageParser(ResponseParser):
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         super()._open_explicit(events, field, m)
-        self._begin = m.start()
+        self._begin, self._is_bare = m.start(), m.start() == m.end()
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         if not self._opened:
@@ -164,7 +164,7 @@ class MessageParser(ResponseParser):
             else:
                 super()._close_current(events)
                 calls = calls_in(events[-1]["value"])
-            if self._buffer.startswith(("{", "["), self._begin) and not {call.name for call in calls} <= self._names:
+            if self._is_bare and not {call.name for call in calls} <= self._names:
                 raise ValueError("JSON that is no call")
             self._reset_to_implicit()
             for call in calls:
