@@ -111,14 +111,17 @@ class Conversation:
             written = set(re.findall(r"<mark-\d+>", self._written(marked)))
         except RequestError:  # it looks into the texts
             written = {*marks}
-        place = 0  # behind the messages so far: templates write them in their order
+        # Behind the last text that was found, as templates write messages in their order; characters of those since.
+        place = skipped = 0
         for number, (message, mark) in enumerate(zip(self.messages, marks, strict=True)):
             content = squeezed(message["content"])
-            near = whole[place : place + 2 * len(content) + NEAR]
+            skipped += len(content) + len(str(message.get("tool_calls") or ""))
+            near = whole[place : place + 2 * skipped + NEAR]
             piece = missing_piece(message, near)
             if piece is not None:
-                piece, near, place = missing_piece(message, whole), whole, 0
-            place += max(0, near.find(content))
+                piece, near = missing_piece(message, whole), whole[place:]
+            if content and (found := near.find(content)) >= 0:
+                place, skipped = place + found + len(content), 0
             if piece is not None or (mark and mark not in written):
                 what = f"{(message['content'] if piece is None else piece)!r:.80}, of the role {message['role']!r}"
                 raise RequestError(

@@ -27,7 +27,6 @@ from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 from wedlm_hf.serving.server import DEAR_READERS, READERS
 
 
-
 def wait_until(is_so):
     end = time.monotonic() + 60
     while not is_so():
@@ -282,20 +281,29 @@ def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
         assert refusal(server, asked | {"response_format": form})[0] == 400
 
 
-def test_what_is_compared_of_a_long_chat_grows_with_its_length_alone(endpoints, monkeypatch):
+@pytest.mark.parametrize("pairs", [50, 100, 200])
+@pytest.mark.parametrize("replies", ["short", "long", "calls"])
+def test_what_is_compared_of_a_long_chat_grows_with_its_length_alone(monkeypatch, replies, pairs):
     compared = []
 
     def counting(message, text):
         compared.append(len(text))
         return missing_piece(message, text)
 
+    def reply(number):
+        text = f"says {number} " + "and more " * (0 if replies == "short" else 450)  # 3,600 characters
+        if replies != "calls":
+            return {"content": text}
+        return {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"text": text}}}]}
+
     monkeypatch.setattr(conversation, "missing_piece", counting)
-    tokenizer = endpoints["messages"][0].served.tokenizer
-    turns = [
-        {"role": role, "content": f"{role} {number} says"} for number in range(1000) for role in ("user", "assistant")
-    ]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+    turns = []
+    for number in range(pairs):
+        turns += [{"role": "user", "content": f"asks {number}"}, {"role": "assistant"} | reply(number)]
     text = Conversation(tokenizer, turns, None).text()
-    assert sum(compared) < 2100 * len(turns) < len(text) * len(turns) / 20
+    assert sum(compared) < 2100 * len(turns) + 5 * len(text)
 
 
 def test_all_templates_of_a_request_count_their_lines_together(endpoints):
@@ -378,20 +386,19 @@ def test_a_longer_call_lets_others_in_at_most_once_a_forward_and_then_runs_for_a
     tokenizer, monkeypatch, strategy
 ):
     asked = Asked([5], GenerationConfig(max_new_tokens=1000), {"strategy": strategy})
-    forward, seconds, entered = 0, 0.0, []
-    monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: seconds))
+    now, entered = SimpleNamespace(seconds=0), []
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
 
     def let_in():
-        nonlocal seconds
-        entered.append(forward)
-        seconds += takes
+        entered.append(now.forward)
+        now.seconds += now.takes
 
-    for takes, expected in ((0, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (20, [0])):
+    for now.takes, expected in ((0, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (20, [0])):
         entered.clear()
         batch = Batch([Answer(asked, "id", tokenizer, print, 0) for _ in range(2)], let_in)
         batch.put(torch.tensor([[5], [5]]))
-        for forward in range(8):
-            seconds += 1
+        for now.forward in range(8):
+            now.seconds += 1
             if strategy == "wedlm":
                 batch.put_step([(0, 0, 0), (1, 0, 0)])
             for _ in range(1 if strategy == "ar" else 4):  # positions
