@@ -38,7 +38,7 @@ from .responses import Response, Vocabulary
 
 READERS = 32  # requests that are read at a time
 # Of those that may take seconds to read; each takes the interpreter from the forwards.
-DEAR_READERS, LONG, DEAR = 4, 2**15, re.compile(rb"schema|tool|\\\\u00")
+DEAR_READERS, LONG, DEAR = 4, 2**15, re.compile(rb"schema|tool|\\u00[4-7]")
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 REQUEST_ID, PLAIN_ID = "x-request-id", re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SECONDS_TO_END = 20  # for forwards that run when the server ends

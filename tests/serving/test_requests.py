@@ -319,7 +319,7 @@ def test_all_templates_of_a_request_count_their_lines_together(endpoints):
 
 
 def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(nano, monkeypatch):
-    """As many as there are threads for all: schemas, tools and long bodies."""
+    """As many as there are threads for all: schemas, also in escapes of JSON, tools and long bodies."""
     running, most, go_on = [], [], threading.Event()
 
     def wait(schema):
@@ -333,7 +333,9 @@ def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(n
     form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
     with Server(*nano, {"strategy": "ar"}) as server, ThreadPoolExecutor(READERS + 4) as pool:
         body = {"messages": CHAT, "max_tokens": 2}
-        waiting = [pool.submit(post, server, body | {"response_format": form}) for _ in range(READERS + 4)]
+        plain = json.dumps(body | {"response_format": form})
+        bodies = [plain.encode(), plain.replace("schema", "\\u0073chema").encode()] * (READERS // 2 + 2)
+        waiting = [pool.submit(post, server, each) for each in bodies]
         wait_until(lambda: len(running) >= DEAR_READERS)
         post(server, body)
         assert not any(each.done() for each in waiting)
