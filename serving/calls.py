@@ -240,7 +240,7 @@ class Batch(BaseStreamer, StoppingCriteria):
     def __init__(self, answers: Sequence[Answer], let_in: Callable[[], None] = lambda: None):
         self.answers, self.let_in = answers, let_in
         self.alone_until = 0.0  # seconds: others are let in from then on
-        # Whether `put_step` tells of forwards (else each `put` is one), and others could come in behind the last one.
+        # Whether `put_step` tells of forwards (else each `put` is one), and others had their turn behind the last one.
         self.has_steps = self.is_passed = False
         self.width = max(len(answer.asked.prompt) for answer in answers)
         self.is_prompt = True
