@@ -69,7 +69,7 @@ def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
 
 def _add_rows(model: Any, adapter: str, config: Any) -> None:
     """Gives the model as many embeddings as the adapter was trained with. Raises `ValueError` where the adapter lacks
-    new ones: PEFT does not store those of a matrix that it leaves alone."""
+    new ones: PEFT does not store those of a matrix that it leaves alone; and where the model would lose some."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = {f"base_model.model.{name}.": module for name, module in model.named_modules() if module in tables}
     found = find_checkpoint(adapter, file=ADAPTER_FILE)
@@ -92,6 +92,11 @@ def _add_rows(model: Any, adapter: str, config: Any) -> None:
     (size,) = rows
     missing = {*range(old, size)} - {*_trained_rows(config)}
     is_lost = [id(table.weight) not in whole for table in tables]
+    if size < old and any(is_lost):
+        raise ValueError(
+            f"The adapter {adapter!r} was trained on a model with {size} embeddings, and this one has {old} (`wedlm "
+            "convert` may add one for the mask): merge it into the model that it was trained on, then convert that."
+        )
     model.resize_token_embeddings(size)
     if missing and any(is_lost):
         raise ValueError(

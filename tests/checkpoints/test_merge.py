@@ -141,6 +141,17 @@ def test_added_tokens_whose_embeddings_the_adapter_lacks_are_refused(tmp_path):
         refused(base, tmp_path / name, "was trained with 3 more tokens than the model has, and does not hold")
 
 
+@pytest.mark.parametrize(("is_tied", "saved"), [(True, None), (False, None), (False, ["embed_tokens"])])
+def test_a_lora_of_a_head_with_fewer_rows_is_refused_and_none_is_lost(tmp_path, is_tied, saved):
+    small = tiny_model(tie_word_embeddings=is_tied)
+    small.resize_token_embeddings(VOCAB_SIZE - 20)
+    config = LoraConfig(**LORA | {"target_modules": ["q_proj", "lm_head"], "modules_to_save": saved})
+    get_peft_model(small, config).save_pretrained(tmp_path / "lora", save_embedding_layers=False)
+    base = write_checkpoint(tmp_path / "base", tiny_model(tie_word_embeddings=is_tied))
+    said = f"with {VOCAB_SIZE - 20} embeddings, and this one has {VOCAB_SIZE} .*: merge it into"
+    refused(base, tmp_path / "lora", said)
+
+
 def refused(base, adapter, said):
     with pytest.raises(ValueError, match=said):
         load_adapted(base, adapter)
