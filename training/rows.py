@@ -4,8 +4,9 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from datasets import Dataset, Features, IterableDataset, ReadInstruction, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -17,7 +18,6 @@ from ..console.prompts import encoding_of, is_unicode
 _TEXT, _PLACE = "json_text", "json_place"
 _WANTED = "each line must be a JSON object: "
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
-_DELIMITERS = ",;\t"  # of cells: that which finds most columns, as spreadsheets write one or the other
 
 
 def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
@@ -59,9 +59,7 @@ def _as_text(path: Path) -> dict[str, Any]:
     limit = csv.field_size_limit(2**31 - 1)  # texts may be long
     try:
         with path.open(encoding=encoding, newline="") as file:
-            first = file.readline()
-            counts = {each: len(next(csv.reader([first], delimiter=each), [])) for each in _DELIMITERS}
-            delimiter = max(counts, key=lambda each: counts[each])
+            delimiter = _delimiter(file, path.suffix.lower())
             file.seek(0)
             rows = csv.reader(file, delimiter=delimiter)
             columns = next(rows, [])
@@ -79,6 +77,19 @@ def _as_text(path: Path) -> dict[str, Any]:
         csv.field_size_limit(limit)
     features = Features({name: Value("string") for name in columns})
     return {"features": features, "keep_default_na": False, "encoding": encoding, "sep": delimiter}
+
+
+def _delimiter(file: TextIO, suffix: str) -> str:
+    """What stands between cells. Spreadsheets write semicolons or tabs into a `.csv` file, too, but a text may have
+    them: they are delimiters where the first line has no comma, and the next one as many cells as it."""
+    if suffix == ".tsv":
+        return "\t"
+    counts = {}
+    for each in ",;\t":
+        file.seek(0)
+        header, row = [*islice(filter(None, csv.reader(file, delimiter=each)), 2), [], []][:2]
+        counts[each] = len(header) if each == "," or len(header) == len(row) else 0
+    return "," if counts[","] > 1 else max(counts, key=lambda each: counts[each])
 
 
 def row_of(example: Mapping[str, Any], index: int, name: str) -> tuple[dict[str, Any], str, bool]:

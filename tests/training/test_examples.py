@@ -272,11 +272,25 @@ def test_no_cell_of_a_csv_file_is_moved_or_lost(tmp_path, text, message):
 @pytest.mark.parametrize("between", [",", ";", "\t"])
 def test_cells_have_commas_semicolons_or_tabs_between_them_as_spreadsheets_write_them(tmp_path, between):
     rows = [("instruction", "output"), ("a, b; c\td", "x"), ("1", "2,5")]
-    for name in ("data.csv", "data.tsv"):
+    for name in ("data.csv", "data.tsv")[: 2 if between == "\t" else 1]:
         with (tmp_path / name).open("w", newline="") as file:
             csv.writer(file, delimiter=between).writerows(rows)
         read = list(load(str(tmp_path / name)))
         assert read == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "row"),
+    [("data.tsv", "instruction, if any\toutput\na; b\tc\n", {"instruction, if any": "a; b", "output": "c"}),
+     ("data.tsv", "text; of, all; kinds\na\n", {"text; of, all; kinds": "a"}),
+     ("data.csv", "text (a; b)\none\ntwo; three\n", {"text (a; b)": "one"}),
+     ("data.csv", '"text\n(a;\tb)"\none\n', {"text\n(a;\tb)": "one"}),
+     ("data.csv", "one; two; three,text\na;b;c,d\n", {"one; two; three": "a;b;c", "text": "d"})],
+)  # fmt: skip
+def test_what_a_text_has_parts_no_cells(tmp_path, name, text, row):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    for streaming in (False, True):
+        assert next(iter(load(str(tmp_path / name), streaming=streaming))) == row
 
 
 def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
