@@ -59,12 +59,22 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_whole, value))
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+def _are_some_tokens(value: Any) -> bool:
+    return bool(value) and _are_tokens(value)
+
+
+def _are_ends(value: Any) -> bool:
+    """Token ids; -1, or none, for answers that end at their longest."""
+    return all(_is_whole(token, -1) for token in (value if isinstance(value, list) else [value]))
 
 
 def _are_biases(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and _are_tokens(pair[0]) and _is_number(pair[1]) for pair in value
+        isinstance(pair, list) and len(pair) == 2 and _are_some_tokens(pair[0]) and _is_number(pair[1])
+        for pair in value
     )
 
 
@@ -72,13 +82,16 @@ def _are_biases(value: Any) -> bool:
 _Kind = tuple[str, Callable[[Any], bool]]
 _COUNT: _Kind = "an integer of at least 1", lambda value: _is_whole(value, 1)
 _COUNT_OR_NONE: _Kind = "an integer of at least 0", _is_whole
+_NUMBER: _Kind = "a number", _is_number
+_NUMBER_OR_NONE: _Kind = "a number of at least 0", lambda value: _is_number(value) and value >= 0
 _FACTOR: _Kind = "a number above 0", lambda value: _is_number(value) and value > 0
 _SHARE: _Kind = "a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1
 _SHARE_ABOVE: _Kind = "a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1
 _SHARE_BELOW: _Kind = "a number of at least 0, below 1", lambda value: _is_number(value) and 0 <= value < 1
 _SWITCH: _Kind = "true or false", lambda value: isinstance(value, bool)
 _TOKENS: _Kind = "a JSON list of token ids", _are_tokens
-_ENDS: _Kind = "a token id or a JSON list of them", lambda value: _is_whole(value) or _are_tokens(value)
+_ENDS: _Kind = "a token id or a JSON list of them", lambda value: _is_whole(value) or _are_some_tokens(value)
+_ENDS_OR_NONE: _Kind = "a token id, -1 or a JSON list of them", _are_ends
 _OBJECT: _Kind = "a JSON object", lambda value: isinstance(value, dict)
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("top_k", "min_new_tokens", "min_length", "no_repeat_ngram_size", "pad_token_id", "bos_token_id",
@@ -86,17 +99,20 @@ _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("max_cache_len", "prefill_chunk_size", "prompt_lookup_num_tokens", "max_matching_ngram_size",
                      "num_assistant_tokens", "assistant_lookbehind", "target_lookbehind", "assistant_early_exit"),
                     _COUNT),
-    **dict.fromkeys(("max_time", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), _FACTOR),
-    **dict.fromkeys(("min_p", "assistant_confidence_threshold"), _SHARE),
-    **dict.fromkeys(("top_p", "top_h", "typical_p"), _SHARE_ABOVE),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), _FACTOR),
+    **dict.fromkeys(("top_p", "min_p", "assistant_confidence_threshold"), _SHARE),
+    **dict.fromkeys(("top_h", "typical_p"), _SHARE_ABOVE),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _SHARE_BELOW),
     **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache", "disable_compile"),
                     _SWITCH),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), _TOKENS),
-    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), _ENDS),
+    "eos_token_id": _ENDS_OR_NONE,
+    "forced_eos_token_id": _ENDS,
+    "guidance_scale": _NUMBER,
+    "max_time": _NUMBER_OR_NONE,
     **dict.fromkeys(("compile_config", "watermarking_config"), _OBJECT),
     "bad_words_ids": ("a JSON list of lists of token ids",
-                      lambda value: isinstance(value, list) and bool(value) and all(map(_are_tokens, value))),
+                      lambda value: isinstance(value, list) and bool(value) and all(map(_are_some_tokens, value))),
     "sequence_bias": ("a JSON list of pairs, a list of token ids and a number", lambda v: bool(v) and _are_biases(v)),
     "exponential_decay_length_penalty": ("a JSON list of a number of tokens and a factor", lambda value: (
         isinstance(value, list) and len(value) == 2 and _is_whole(value[0]) and _is_number(value[1]))),

@@ -118,6 +118,20 @@ def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, 
         assert (code, error.startswith(f"Error: `--set {name}=…` has no place in a command: ")) == (2, True), error
 
 
+@pytest.mark.parametrize("decoding", [AR, EXACT])
+@pytest.mark.parametrize(
+    "setting", ["top_p=0", "suppress_tokens=[]", "begin_suppress_tokens=[]", "eos_token_id=-1", "eos_token_id=[]"]
+)
+def test_values_at_the_edge_of_what_transformers_takes_are_honoured(command, loaded, setting, decoding):
+    given = (setting, *(SAMPLED if setting == "top_p=0" else ()))
+    for word in ("generate", "serve"):
+        code, output, error = command(word, decoding, given)
+        assert code == 0, (word, output, error)
+        if word == "generate" and setting.startswith("eos"):  # nothing ends an answer but its length
+            (answer,) = json.loads(output)["answers"]
+            assert [len(each["tokens"]) for each in answer.values() if "tokens" in each] == [LIMIT]
+
+
 BAD = (
     "abc",
     "-1",
