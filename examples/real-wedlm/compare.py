@@ -9,8 +9,8 @@ Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft 
 dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
 `wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
 
-The published weights are decoded, or with `--run` what train.py wrote into a folder. Problems that are decoded
-never occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
+What train.py wrote into the folder `--run` is decoded, each fine-tune that is there. Problems that are decoded never
+occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from wedlm_hf.eval.prompts import Prompt
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 import data  # noqa: E402
-from train import METHODS, whole_model  # noqa: E402
+from train import METHODS, RUN, whole_model  # noqa: E402
 
 ADAPTER = HERE.parent / "smollm2"
 METRICS = {"extraction": "json", "reasoning": "number"}
@@ -62,14 +62,15 @@ def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load(folder: Path, run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
+def load(run: Path, dtype: str) -> tuple[dict[str, Any], Any]:
     """The models by name, and their tokenizer. Raises `OSError` where nothing was trained."""
-    models, found = {}, run or HERE
-    trained = [method for method in METHODS if (found / method / "adapter_config.json").exists()]
+    models: dict[str, Any] = {}
+    trained = [method for method in METHODS if (run / method / "adapter_config.json").exists()]
     if not trained:
-        raise OSError(f"There are no weights in {found}: train.py --output {found} trains them.")
+        command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {run}"
+        raise OSError(f"There are no weights in {run}: `{command}` trains them.")
     for method in trained:
-        path = str(whole_model(method, found / method, run or folder))
+        path = str(whole_model(method, run))
         tokenizer = load_tokenizer(path)
         models[method] = load_model(path, dtype=dtype)
         models[f"{method}+adapter"] = load_model(path, dtype=dtype)
@@ -91,6 +92,7 @@ def draw(found: list[list[dict[str, Any]]], file: Path) -> None:
             panel.set(xlabel=name.replace("_", " "), ylabel="right answers, %", title=table["task"][0])
             panel.grid(alpha=0.3)
     panels[0, 0].legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 
 
@@ -103,19 +105,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="DECODER", help="these rows of the table alone")
     parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published weights")
-    parser.add_argument("--output", type=Path, default=Path("build/real-wedlm"), help="where whole models are kept")
+    parser.add_argument("--run", type=Path, default=RUN, help=f"the folder of train.py; default: {RUN}")
     parser.add_argument("--draw", type=Path, nargs="+", help="draw what earlier calls printed with --json, and stop")
     options = parser.parse_args()
     if options.draw:
-        draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], options.output / "compare.png")
-        print(f"Drawn in {options.output / 'compare.png'}.")
+        draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], options.run / "compare.png")
+        print(f"Drawn in {options.run / 'compare.png'}.")
         return
     if options.task is None:
         parser.error("--task is needed: extraction or reasoning")
     data.check()
     problems = data.held_out_problems(options.task, options.count, options.seed)
-    models, tokenizer = load(options.output, options.run, options.dtype)
+    models, tokenizer = load(options.run, options.dtype)
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
     asked = decoders(models)
     if unknown := [name for name in options.only or () if name not in asked]:

@@ -79,7 +79,7 @@ def check() -> None:
         installed = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
         wanted = " ".join(f"{name}=={number}" for name, number in PACKAGES.items())
         raise ValueError(
-            f"The installed packages ({installed}) write other problems than those of the published weights: "
+            f"The installed packages ({installed}) write other problems than those of the weights that were trained: "
             f"`pip install {wanted}`. Digest {learnt.hexdigest()}, expected {DIGEST}."
         )
 

@@ -12,7 +12,7 @@ of them masked from a random token to their end, as decoding meets them, and two
     python examples/real-wedlm/train.py --minutes 600
     python examples/real-wedlm/train.py --method sft --minutes 600
 
-Hardware: two CPU cores make 8 examples in some 15 seconds. The published weights are in the folders beside this file.
+Hardware: two CPU cores make 8 examples in some 15 seconds.
 """
 
 import argparse
@@ -47,6 +47,7 @@ import data  # noqa: E402
 from smollm2 import FOLDER, fetch  # noqa: E402
 
 METHODS = ("wedlm", "sft")
+RUN = Path("build/real-wedlm")
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 BOTH: dict[str, Any] = {
     "learning_rate": 2.5e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
@@ -161,14 +162,14 @@ def train(method: str, tasks: tuple[str, ...], folder: Path, minutes: float, see
         own.train(resume_from_checkpoint=checkpoint)
         for weight in own.model.parameters():
             if weight.requires_grad:
-                weight.data = weight.data.bfloat16()  # as it is published: half the size
+                weight.data = weight.data.bfloat16()  # half the size of the file
         own.save_model()
     return output
 
 
-def whole_model(method: str, lora: Path, folder: Path) -> Path:
-    """The base with a LoRA merged into it, written where it is missing or older than the LoRA."""
-    wanted = folder / f"{method}-model"
+def whole_model(method: str, folder: Path) -> Path:
+    """The base with the run's LoRA merged into it, written where it is missing or older than the LoRA."""
+    lora, wanted = folder / method, folder / f"{method}-model"
     written, made = wanted / "model.safetensors", lora / "adapter_model.safetensors"
     if not written.exists() or written.stat().st_mtime < made.stat().st_mtime:
         tokenizer = AutoTokenizer.from_pretrained(base(folder))
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--method", choices=METHODS, default="wedlm")
     parser.add_argument("--tasks", nargs="+", choices=data.TASKS, default=data.TASKS)
     parser.add_argument("--minutes", type=float, default=600, help="of training, all runs of this folder together")
-    parser.add_argument("--output", type=Path, default=Path("build/real-wedlm"))
+    parser.add_argument("--output", type=Path, default=RUN)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=6, help="problems of each task to decode in the end; 0: none")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's")
@@ -198,7 +199,7 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     lora = train(options.method, tuple(options.tasks), options.output, options.minutes, options.seed)
-    print(f"The LoRA is in {lora}, the model in {whole_model(options.method, lora, options.output)}.", flush=True)
+    print(f"The LoRA is in {lora}, the model in {whole_model(options.method, options.output)}.", flush=True)
     for task in options.tasks if options.count else ():
         count = ["--task", task, "--count", str(options.count)]
         subprocess.run([sys.executable, str(HERE / "compare.py"), *count, "--run", str(options.output)], check=True)

@@ -1,6 +1,7 @@
 """Data of examples/real-wedlm: the same on every machine, and what is held out never occurs in training."""
 
 import json
+import subprocess
 import sys
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,9 +27,7 @@ def few():
 def test_the_texts_are_those_of_the_weights_and_others_are_refused(monkeypatch):
     data.check()
     monkeypatch.setattr(data, "DIGEST", "0" * 64)
-    with pytest.raises(
-        ValueError, match=r"write other problems than those of the published weights: `pip install reas"
-    ):
+    with pytest.raises(ValueError, match=r"than those of the weights that were trained: `pip install reas"):
         data.check()
 
 
@@ -62,6 +61,14 @@ def test_an_extraction_can_be_read_in_its_text():
             texts += [item["product"] for item in value] if isinstance(value, list) else []
             assert all(text in problem.question for text in texts), (key, problem)
     assert len(kinds) == len(data.KINDS)
+
+
+def test_a_folder_without_weights_is_told_with_the_command_that_trains_them(tmp_path):
+    root = Path(data.__file__).parents[2]
+    command = [sys.executable, "examples/real-wedlm/compare.py", "--task", "reasoning", "--count", "1"]
+    result = subprocess.run([*command, "--run", str(tmp_path)], cwd=root, capture_output=True, text=True)
+    wanted = f"`python examples/real-wedlm/train.py --output {tmp_path}` trains them."
+    assert result.returncode and result.stderr.rstrip().endswith(f"There are no weights in {tmp_path}: {wanted}")
 
 
 def test_bad_requests_are_refused():
