@@ -17,6 +17,7 @@ Hardware: two CPU cores make 8 examples in some 15 seconds.
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -60,11 +61,11 @@ MASKS: dict[str, Any] = {
 }  # fmt: skip
 # Problems of each task that are mixed: of extraction, masks learn far more in the same time.
 COUNTS = {"extraction": 8000, "reasoning": 2000}
-DECAY = 0.2  # the share of the minutes in which the learning rate falls to a tenth
+LEAST = 0.05  # of the learning rate, which falls along a cosine of the minutes
 
 
 class Minutes(TrainerCallback, ExportableState):
-    """Ends training after so many minutes of all runs together, and lowers the learning rate before."""
+    """Ends training after so many minutes of all runs together, and lowers the learning rate as they pass."""
 
     def __init__(self, minutes: float, seconds: float):
         self.minutes, self.seconds = minutes, seconds
@@ -75,10 +76,10 @@ class Minutes(TrainerCallback, ExportableState):
         self._moment = time.monotonic()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Lowers the learning rate where the minutes end."""
-        left = max(0.0, 1 - self.seconds / (60 * self.minutes))
+        """Lowers the learning rate along a cosine of the minutes."""
+        done = min(1.0, self.seconds / (60 * self.minutes))
         for group in optimizer.param_groups:
-            group["lr"] *= max(0.1, min(1.0, left / DECAY))
+            group["lr"] *= max(LEAST, (1 + math.cos(math.pi * done)) / 2)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts, and stops in time."""
