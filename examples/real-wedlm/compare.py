@@ -9,8 +9,8 @@ Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft 
 dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
 `wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
 
-What train.py wrote into the folder `--run` is decoded, each fine-tune that is there. Problems that are decoded never
-occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
+The published LoRAs beside this file are decoded, or with `--run` what train.py wrote into a folder: each fine-tune that
+is there. Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
 """
 
 import argparse
@@ -62,15 +62,16 @@ def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load(run: Path, dtype: str) -> tuple[dict[str, Any], Any]:
+def load(run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
     """The models by name, and their tokenizer. Raises `OSError` where nothing was trained."""
     models: dict[str, Any] = {}
-    trained = [method for method in METHODS if (run / method / "adapter_config.json").exists()]
+    loras = HERE if run is None else run
+    trained = [method for method in METHODS if (loras / method / "adapter_config.json").exists()]
     if not trained:
-        command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {run}"
-        raise OSError(f"There are no weights in {run}: `{command}` trains them.")
+        command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {loras}"
+        raise OSError(f"There are no weights in {loras}: `{command}` trains them.")
     for method in trained:
-        path = str(whole_model(method, run))
+        path = str(whole_model(method, loras / method, run or RUN))
         tokenizer = load_tokenizer(path)
         models[method] = load_model(path, dtype=dtype)
         models[f"{method}+adapter"] = load_model(path, dtype=dtype)
@@ -105,12 +106,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="DECODER", help="these rows of the table alone")
     parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--run", type=Path, default=RUN, help=f"the folder of train.py; default: {RUN}")
+    parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published LoRAs")
     parser.add_argument("--draw", type=Path, nargs="+", help="draw what earlier calls printed with --json, and stop")
     options = parser.parse_args()
     if options.draw:
-        draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], options.run / "compare.png")
-        print(f"Drawn in {options.run / 'compare.png'}.")
+        picture = (options.run or RUN) / "compare.png"
+        draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], picture)
+        print(f"Drawn in {picture}.")
         return
     if options.task is None:
         parser.error("--task is needed: extraction or reasoning")
