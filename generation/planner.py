@@ -44,8 +44,8 @@ MOST_MASKS = 256
 SHALLOW, SELDOM = 8, 4
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
-# Share of the tokens that looking may cost; those of the first hundred steps at once, or of 150 where a state is kept:
-# what a look finds is read again there.
+# Share of the tokens that looking may cost. The share of the first hundred steps may be spent at once, or that of 150
+# where a state is kept, as what a look finds is read again there.
 LOOK_SHARE = 0.01
 
 Ranking = list[tuple[float, int]]  # reach and place of drafts, the likeliest first

@@ -10,8 +10,9 @@ import numpy as np
 
 # Observations that outweigh what was believed before. Their median forgets a busy moment of the machine.
 ENOUGH = 5
-# How much longer than believed the first steps of a width may take, and be believed, since they may prepare kernels;
-# and how much wider than all before a step may be. All steps slower or faster by its square: it is another machine.
+# A factor with three uses. The first steps of a width may prepare kernels: they count only up to so many times the
+# time that was expected. A step is at most so many times as wide as all before. Where all steps are slower or faster
+# by its square, the machine has changed.
 DOUBT = 2.0
 # What an observation still counts one step later: memory reaches about 50 steps back.
 MEMORY = 0.98

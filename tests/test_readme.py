@@ -5,8 +5,8 @@ Blocks run in a folder of their own that has what they name: the Hub ids as tiny
 fence with a title, as in `sh title="needs several GPUs"`, says what its block takes; only options and syntax of such a
 block are checked. A `text` fence right behind a block is what it prints.
 
-The slow suite also runs what names the real model on the real one: SmolLM2-135M-Instruct with the adapter of
-examples/smollm2, as `make real` fetches it.
+The slow suite also runs what names a real model on the real one, as `make real` makes them: SmolLM2-135M-Instruct with
+the adapter of examples/smollm2, and the WeDLM model of examples/real-wedlm.
 """
 
 import ast
@@ -65,7 +65,8 @@ SHORTER = {
     "wedlm_hf.eval": "--limit 1",
 }
 SLOW = "max_steps=100"  # what makes a Python block slow
-REAL_ID, REAL_FILE = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2"  # the real model, as pages name it
+# The real models, as pages name them.
+REAL_ID, REAL_FILE, REAL_WEDLM = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2", "build/real-wedlm"
 ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
 
 
@@ -88,8 +89,9 @@ def blocks(page: str, language: str) -> list[str]:
 def kinds_of(title: str, block: str) -> set[str]:
     """`titled`, or else to be `run`; and `real`, if it names the real model and no title keeps it from being run."""
     is_kept = re.search("trains for|takes |runs until|several GPUs|account", title)
-    is_real = not is_kept and (REAL_ID in block or REAL_FILE in block)
-    is_run = not title and REAL_FILE not in block
+    is_made = REAL_FILE in block or REAL_WEDLM in block
+    is_real = not is_kept and (REAL_ID in block or is_made)
+    is_run = not title and not is_made
     return {name for name, holds in (("titled", title), ("run", is_run), ("real", is_real)) if holds}
 
 
@@ -180,10 +182,18 @@ def real_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def real_wedlm(tmp_path_factory, real_model) -> Path:
+    """The whole model of the published LoRA, in a folder as the examples make it."""
+    folder = tmp_path_factory.mktemp("real-wedlm")
+    script("examples/real-wedlm/train.py").whole_model("wedlm", ROOT / "examples/real-wedlm/wedlm", folder)
+    return folder
+
+
 @pytest.fixture
-def real_workplace(workplace, real_model):
-    """As `workplace`, with the real model under its names, and its adapter as the one that a reader has trained."""
-    here = {REAL_ID: real_model, REAL_FILE: ROOT / smollm2.FOLDER}
+def real_workplace(workplace, real_model, real_wedlm):
+    """As `workplace`, with the real models under their names, and the adapter as the one that a reader has trained."""
+    here = {REAL_ID: real_model, REAL_FILE: ROOT / smollm2.FOLDER, REAL_WEDLM: real_wedlm}
     for name, source in (here | dict.fromkeys(["my-adapter", "examples/smollm2"], smollm2.ADAPTER)).items():
         shutil.rmtree(workplace / name, ignore_errors=True)
         (workplace / name).parent.mkdir(parents=True, exist_ok=True)
