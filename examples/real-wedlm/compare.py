@@ -9,8 +9,9 @@ Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft 
 dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
 `wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
 
-The published LoRAs beside this file are decoded, or with `--run` what train.py wrote into a folder: each fine-tune that
-is there. Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value, a solution if its last number has.
+The published LoRAs beside this file are decoded, or with `--run` each fine-tune that train.py wrote into a folder.
+Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value, a
+solution if its last number has.
 """
 
 import argparse
