@@ -58,6 +58,30 @@ _FORMS: dict[str, str | dict[str, Any]] = {
         },
         r"<\|eot_id\|>|<\|eom_id\|>",
     ),
+    "<|channel|>": {  # of gpt-oss: each part of a message has a header, of which people see nothing
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "reasoning_content": {
+                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+                "close_pattern": r"<\|end\|>|(?=<\|start\|>)",
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": r"(?:<\|start\|>assistant)?(?: to=functions\.(?P<name>[\w.-]+)<\|channel\|>\w+"
+                r"|<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+))\s*(?:<\|constrain\|>)?\w*\s*<\|message\|>",
+                "close": ["<|call|>", "<|end|>"],
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
+            },
+            "content": {
+                "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*<\|message\|>"
+                r"|<\|return\|>|<\|end\|>|<\|call\|>",
+                "content": "text",
+            },
+        },
+    },
     "</think>": "qwen3",  # and DeepSeek-R1's distilled models
 }
 

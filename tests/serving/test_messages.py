@@ -31,6 +31,7 @@ LATER = {
     "mistral": "{{ '[TOOL_CALLS]' }}",
     "lfm2": "{{ '<|tool_call_start|>' }}",
     "gemma3_text": "{{ '<start_function_call>' }}",
+    "gpt_oss": "{{ '<|channel|>' }}",
 }
 
 
@@ -51,7 +52,9 @@ MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|
          "</function>", "<parameter=a>", "</parameter>", "<|tool_call>call:f", "<tool_call|>", "<|channel>thought\n",
          "<channel|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|eot_id|>", "<|eom_id|>", "</s>",
          "<|tool_call_start|>", "<|tool_call_end|>", "<start_function_call>call:f", "<end_function_call>",
-         "<end_of_turn>"]  # fmt: skip
+         "<end_of_turn>", "<|start|>assistant", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
+         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", "<|end|>",
+         "<|return|>"]  # fmt: skip
 CALLS = ['{"name": "f"}', '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {"n": 3}}', '{"name": f}',
          '[{"name": "f", "arguments": null}]', '{"name": "f", "arguments": "{}"}', '{"name": 5, "arguments": {}}',
          '{"name": "f", "arguments": {"x": NaN}}', '{"function": {"name": "f"}}', '{"name": "\\ud800"}', "[]", "null",
@@ -159,6 +162,15 @@ N3 = [ToolCall("f", '{"n": 3}')]
     ("gemma3_text", "<start_function_call>call:f{n:3}<end_function_call>", N3),
     ("gemma3_text", "<start_function_call>call:f{s:<escape>a<escape>}<end_function_call>",
      [ToolCall("f", '{"s": "a"}')]),
+    ("gpt_oss", "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>",
+     [ReasoningText("So."), "Hi"]),
+    ("gpt_oss", "<|channel|>final<|message|>Hi<|return|>", ["Hi"]),
+    ("gpt_oss", '<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f '
+     '<|constrain|>json<|message|>{"n": "3"}<|call|>', ["I look.", *N3]),
+    ("gpt_oss", '<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.f<|channel|>commentary json'
+     '<|message|>{"n": 3}<|call|>', [ReasoningText("So."), *N3]),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{",
+     ["<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"]),
     ("qwen2", '<tool_call>[{"name": "f", "arguments": {"n": "3"}}]</tool_call>', N3),  # SmolLM2's
     ("qwen2", '<tool_call>{"name": "f", "arguments": {"n": 3}}{"name": "f", "arguments": {"n": 3}}</tool_call>',
      N3 * 2),
@@ -172,7 +184,7 @@ def test_the_form_is_found_by_the_chat_template_whatever_the_models_type(name):
     """So a fine-tuned Llama with the template of Qwen is read as Qwen."""
     template = (TEMPLATES / f"{name}.jinja").read_text()
     found = form_of(template, "gpt2")
-    marks = ("<tool_call>", "<|tool_call>", "<|tool_call_start|>", '"parameters": ', "</think>")
+    marks = ("<tool_call>", "<|tool_call>", "<|tool_call_start|>", '"parameters": ', "<|channel|>", "</think>")
     assert (found is not None) == any(mark in template for mark in marks)
     if found:
         load_response_template(found)
