@@ -1,6 +1,7 @@
 """GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .find import CONFIG_FILE, find_checkpoint, find_file, is_adapter
 
@@ -25,8 +26,8 @@ _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endofte
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Within it a GGUF file is parsed once. transformers does so for config, tokenizer and weights, seconds each time,
-    and lists the names of tensors anew for every module."""
+    """Within it a GGUF file is parsed once, and its tokenizer made once. transformers parses it for config, tokenizer
+    and weights, seconds each time, and lists the names of tensors anew for every module."""
     if find_spec("gguf") is None:
         yield
         return
@@ -39,6 +40,7 @@ def parsed_once() -> Iterator[None]:
         (gguf, "GGUFReader", lru_cache(_reader_class(gguf.GGUFReader))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         (reading, "_gguf_parse_value", _parsing_once(reading._gguf_parse_value)),
+        (sys.modules[__name__], "read_gguf_tokenizer", lru_cache(read_gguf_tokenizer)),
     ]
     own = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, value in instead:
@@ -51,7 +53,8 @@ def parsed_once() -> Iterator[None]:
 
 
 def _reader_class(kind: Any) -> Any:
-    """gguf's reader on a plain array: it slices one for every token, and slices of a memory map are dear."""
+    """gguf's reader on a plain array: it slices one for every token, in four steps, and slices of a memory map are
+    dear."""
 
     class Reader(kind):
         @property
@@ -61,6 +64,11 @@ def _reader_class(kind: Any) -> Any:
         @data.setter
         def data(self, mapped: Any) -> None:
             self.__dict__["data"] = mapped.view(np.ndarray)
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if (override_order or self.byte_order) != "I":  # another than this machine's
+                return super()._get(offset, dtype, count, override_order)
+            return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     return Reader
 
@@ -129,7 +137,14 @@ def load_gguf_model(source: str, gguf_file: str, revision: str | None) -> tuple[
     return model, info
 
 
-def set_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+def read_gguf_tokenizer(folder: str, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a GGUF file, with a padding token of its own; `options` as transformers takes them."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    _set_padding(tokenizer)
+    return tokenizer
+
+
+def _set_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     """Gives the tokenizer a padding token that does not end answers, where its vocabulary has one."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()

@@ -149,10 +149,15 @@ def fits(weight: torch.Tensor, bits: int) -> bool:
 def nearest_levels(weight: torch.Tensor) -> Levels:
     """A matrix rounded to 16 levels between the least and the largest weight of each group."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    low, high = groups.aminmax(dim=-1)
-    step = (high - low) / LEVELS
-    level = ((groups - low[..., None]) / step.where(step > 0, 1.0)[..., None]).round()
-    return Levels(level.to(torch.uint8).flatten(1), step, low)
+    low = groups.amin(-1)
+    step = (groups.amax(-1) - low) / LEVELS
+    return Levels(_nearest(groups, low, step.where(step > 0, 1.0)), step, low)
+
+
+def _nearest(groups: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The level of each weight, `(out, in)` uint8, of groups `(out, in / 32, 32)`."""
+    # In place: memory for a matrix is dearer than what is computed in it.
+    return (groups - low[..., None]).div_(step[..., None]).round_().to(torch.uint8).flatten(1)
 
 
 @torch.no_grad()
@@ -172,24 +177,26 @@ def own_levels(weight: torch.Tensor) -> Levels | None:
     if not has_levels(weight) or (found := _spacing(groups.flatten(0, 1))) is None:
         return None
     step, low = (part.view(groups.shape[:2]) for part in found)
-    level = ((groups - low[..., None]) / step[..., None]).round()
-    return Levels(level.to(torch.uint8).flatten(1), step, low)
+    return Levels(_nearest(groups, low, step), step, low)
 
 
 def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The step between the levels of each group, `(n, 32)` float32, and the lowest, both `(n,)`; `None` if a group has
     no such levels."""
-    low, high = groups.aminmax(dim=-1)
-    spread, above = high - low, groups - low[:, None]
+    low = groups.amin(-1)
+    spread, above = groups.amax(-1) - low, groups - low[:, None]
     step, error = spread / LEVELS, torch.full_like(spread, torch.inf)
+    left: Any = slice(None)
     for count in range(LEVELS, 0, -1):
-        # Nearly all groups hold their first and last level: the others are looked at again.
-        left = (error > _NEAR * step / 100).nonzero().flatten() if count < LEVELS else torch.arange(len(groups))
         tried = spread[left] / count
         places = above[left] / tried.where(tried > 0, 1.0)[:, None]
-        far = (places - places.round()).abs().amax(-1) * tried
+        far = places.sub_(places.round()).abs_().amax(-1) * tried
         is_better = far < error[left]
         step[left], error[left] = tried.where(is_better, step[left]), far.where(is_better, error[left])
+        # Nearly all groups hold their first and last level: the others are looked at again.
+        left = (error > _NEAR * step / 100).nonzero().flatten()
+        if not len(left):
+            break
     if bool((error > _NEAR * step).any()):
         return None
     return step.where(step > 0, 1.0), low

@@ -37,9 +37,6 @@ def compare(
     a speed cannot be right, both decoders answered the prompt again, and the seconds are medians. Raises `ValueError`
     for what `generate` refuses."""
     encoded = request.encode(model, tokenizer)
-    for options in request.decoders(model, len(encoded[0][1])).values():  # the first call costs more
-        short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
-        decode(model, tokenizer, [encoded[0][1]], {**options, "max_new_tokens": short})
     if console.is_terminal and not console.no_color:
         console.out("Neighbours of one colour became final in the same forward.\n", style="dim", highlight=False)
     decodings: dict[str, list[Decoding]] = {}
@@ -47,6 +44,9 @@ def compare(
         console.out(f"› {printable(prompt)}", style="bold", highlight=False)
         decoders, turns = request.decoders(model, len(tokens)), dict[str, list[Decoding]]()
         for name, options in decoders.items():
+            if name not in decodings:  # a decoder's first call costs more; nobody waits for AR's before he reads
+                short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
+                decode(model, tokenizer, [tokens], {**options, "max_new_tokens": short})
             streamer = AnswerStreamer(tokenizer, writer_to(console)) if name == request.options["strategy"] else None
             (decoding,) = decode(model, tokenizer, [tokens], options, streamer, seed=request.seed)
             seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)

@@ -286,8 +286,11 @@ def test_a_gguf_file_is_parsed_once_and_its_tokenizer_knows_its_template_its_end
     values, parse = [], modeling_gguf_pytorch_utils._gguf_parse_value
     counted = lambda value, kinds: values.append(id(value)) or parse(value, kinds)  # noqa: E731
     monkeypatch.setattr(modeling_gguf_pytorch_utils, "_gguf_parse_value", counted)
+    make, made = AutoTokenizer.from_pretrained, []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **how: made.append(args) or make(*args, **how))
     with parsed_once():
         model, tokenizer = load_model(str(file), dtype=torch.float32), load_tokenizer(file)
+    assert len(made) == 1
     assert (
         len(values) == len(set(values)) > len(tokenizer) and modeling_gguf_pytorch_utils._gguf_parse_value == counted
     )
