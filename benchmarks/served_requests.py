@@ -4,14 +4,16 @@
 
 Clients send fields that are null, odd or huge, seeds beside none, bytes that are no character, and go away in the
 middle. Every answer that a request determines is compared with that of `generate`, and asked for whole and streamed;
-memory is looked at in between.
+memory is looked at in between, that of the server, which is a process of its own, and that of the clients.
 """
 
 import argparse
-import gc
 import json
+import os
 import random
-import socket
+import re
+import signal
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -22,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
-from wedlm_hf.serving.server import build_app
 
 DECODERS: list[dict[str, Any]] = [{"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}, {}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -133,11 +133,21 @@ def with_twins(asked: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, 
     return found
 
 
-def memory() -> float:
-    """MiB that this process holds."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
+def memory(process: int) -> float:
+    """MiB that a process holds."""
+    status = Path(f"/proc/{process}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def start_server() -> tuple[subprocess.Popen[str], int]:
+    """`wedlm serve`, and its port."""
+    words = "serve --host 127.0.0.1 --port 0 --threads 1 --strategy wedlm --verification none".split()
+    command = [sys.executable, "-c", "import wedlm_cli; wedlm_cli.main()", *words]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    port = next(int(found[1]) for line in server.stderr if (found := re.search(r"http://\S+:(\d+)/v1", line)))
+    threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()  # else its log is full
+    return server, port
 
 
 def main() -> None:
@@ -149,19 +159,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(NANO), load_tokenizer(NANO)
-    door = socket.create_server(("127.0.0.1", 0))
-    app = build_app("m", model, tokenizer, {"strategy": "wedlm"})
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]})
-    thread.start()
-    port = door.getsockname()[1]
+    server, port = start_server()
     chance = random.Random(options.seed)
     asked = with_twins([request(chance) for _ in range(options.requests)])[: options.requests]
     found: list[Any] = []
     for start in range(0, len(asked), 200):
         with ThreadPoolExecutor(options.clients) as pool:
             found += pool.map(lambda one: send(port, one[0], one[1], one[2] == "leaves"), asked[start : start + 200])
-        print(f"{len(found)} requests, {memory():.0f} MiB", flush=True)
+        held = f"the server {memory(server.pid):.0f} MiB, the clients {memory(os.getpid()):.0f}"
+        print(f"{len(found)} requests, {held}", flush=True)
     known: dict[str, str] = {}
     wrong = []
     for (path, body, kind), (status, text) in zip(asked, found, strict=True):
@@ -180,8 +186,8 @@ def main() -> None:
     print(f"{len(known)} answers of `generate`, {len(wrong)} wrong or lost")
     for each in wrong[:5]:
         print(each)
-    server.should_exit = True
-    thread.join(timeout=60)
+    server.send_signal(signal.SIGINT)
+    server.wait(timeout=60)
     sys.exit(bool(wrong))
 
 

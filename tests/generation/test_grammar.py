@@ -7,13 +7,14 @@ from copy import deepcopy
 import pytest
 import torch
 from json_schemas import DECODERS, PROMPTS, answers, fault, random_schema
-from tiny import EOS
+from tiny import EOS, PAD
 
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.eval.measure import pad_left
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint, Thoughts
 
+STATIC = {"cache_implementation": "static", "disable_compile": True}
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 4}
 
 
@@ -35,19 +36,51 @@ def test_any_cache_window_batch_and_limit_give_ars_text_under_the_same_constrain
     if has_adapter:
         add_mask_adapter(used)
     for _ in range(3):
-        # Short answers end inside drafts, and many drafts of these random masks are not allowed.
         schema = chance.choice([{"type": "object"}, NUMBERS, {"const": "Ada"}, random_schema(chance)])
         generator, rows = torch.Generator().manual_seed(seed), chance.randrange(1, 4)
-        ids = torch.randint(4, 300, (rows, chance.randrange(1, 13)), generator=generator)
+        prompts = [torch.randint(4, 300, (chance.randrange(1, 13),), generator=generator) for _ in range(rows)]
+        inputs = pad_left([prompt.tolist() for prompt in prompts], PAD, used.device)
         grammar, limit = Grammar(tokenizer, schema), chance.choice([1, 2, 9, 30])
-        cache = chance.choice([{}, {"cache_implementation": "static", "disable_compile": True}])
+        thoughts = chance.choice([None, None, Thoughts(tokenizer, "0")])
+        cache = chance.choice([{}, STATIC])
         how = {**DECODERS["exact"], **cache, "window_size": chance.choice([None, 1, 2, 3, 6, 12])}
 
-        def answer(settings, grammar=grammar, ids=ids, limit=limit):
-            constraint = JSONConstraint(grammar, [EOS])
-            return used.generate(ids, max_new_tokens=limit, logits_processor=[constraint], **settings).tolist()
+        def answer(settings, inputs=inputs, limit=limit, about=(grammar, [EOS], thoughts)):
+            constraint = JSONConstraint(*about)
+            return used.generate(**inputs, max_new_tokens=limit, logits_processor=[constraint], **settings).tolist()
 
         assert answer(how) == answer(DECODERS["ar"]), (schema, how)
+
+
+@pytest.mark.parametrize(
+    "cache", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["own", "static"]
+)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["own-masks", "adapter"])
+def test_an_answer_may_end_inside_a_draft_and_a_grammar_may_allow_no_draft(
+    model, tokenizer, monkeypatch, cache, window, has_adapter
+):
+    used, ids = deepcopy(model), torch.randint(4, 300, (2, 7), generator=torch.Generator().manual_seed(0))
+    if has_adapter:
+        add_mask_adapter(used)
+    grammar, asked, allows = Grammar(tokenizer, {"const": "Ada"}), [], JSONConstraint.allows
+    how = {"max_new_tokens": 12, "return_dict_in_generate": True, "pad_token_id": PAD}
+
+    def answer(**settings):
+        return used.generate(ids, logits_processor=[JSONConstraint(grammar, [EOS])], **how, **settings)
+
+    def watched(constraint, path):
+        asked.append((path[-1], allows(constraint, path)))
+        return asked[-1][1]
+
+    expected = answer(**DECODERS["ar"]).sequences
+    monkeypatch.setattr(JSONConstraint, "allows", watched)
+    output = answer(**DECODERS["exact"], **cache, window_size=window)
+    assert torch.equal(output.sequences, expected) and (EOS, True) in asked
+    assert (output.stats.forwards < output.stats.new_tokens).all()
+    monkeypatch.setattr(JSONConstraint, "allows", lambda *_: False)
+    output = answer(**DECODERS["exact"], **cache, window_size=window)
+    assert torch.equal(output.sequences, expected) and not output.stats.accepted.any()
 
 
 COUNTING = [f"Count from 5 to {last} by 5." for last in (20, 35)]
@@ -133,7 +166,7 @@ def test_what_a_schema_leaves_no_choice_about_is_drafted_behind_what_masks_say(n
     schema = {"type": "object", "properties": {"population": {"enum": [5, 10]}, "city": {"const": "London"}},
               "required": ["population", "city"], "additionalProperties": False}  # fmt: skip
     silent = type("Silent", (JSONConstraint,), {"ahead": lambda *_: []})
-    for branches in ({}, {"cache_implementation": "static", "disable_compile": True}):
+    for branches in ({}, STATIC):
         settings = {**DECODERS["exact"], "slot_cost": 0.04, "max_new_tokens": 60, **branches}
         constraints = [kind(Grammar(tokenizer, schema)) for kind in (JSONConstraint, silent)]
         with_ahead, without = (

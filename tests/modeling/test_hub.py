@@ -13,7 +13,7 @@ import pytest
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from tiny import edit, tiny_config, tiny_model, tiny_tokenizer, write_checkpoint, write_stock_checkpoint
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import wedlm_hf
@@ -274,3 +274,15 @@ def test_an_empty_form_is_no_persons_own_and_a_filled_one_is():
         assert not is_written_by_a_person(form)
         assert is_written_by_a_person(form.replace("[More Information Needed]", "Me", 1))
     assert not is_written_by_a_person(None) and not is_written_by_a_person(" \n")
+
+
+def test_what_a_person_saves_is_loaded_by_the_installed_code_and_transformers_asks_nothing(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, tiny_model(masks_trained=True))
+    bundle = list(tmp_path.glob("*_wedlm.py"))
+    assert len(bundle) == len(hub_files())
+    for file in bundle:
+        file.write_text("raise RuntimeError('code of the folder was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asked"))
+    for auto, kind in ((AutoConfig, WeDLMConfig), (AutoModel, WeDLMModel), (AutoModelForCausalLM, WeDLMForCausalLM)):
+        assert type(auto.from_pretrained(tmp_path)) is kind
+    assert AutoTokenizer.from_pretrained(tmp_path)("5").input_ids

@@ -1,11 +1,13 @@
 """What a request may hold, and what is said of one that cannot be honoured."""
 
+import gc
 import inspect
 import json
 import re
 import threading
 import time
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from served import CHAT, IMAGE, NAME, Server, post, refusal
+from served import CHAT, ENDLESS, IMAGE, NAME, Server, post, refusal
 from tiny import tiny_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -22,7 +24,7 @@ from wedlm_hf.serving import conversation, limits
 from wedlm_hf.serving import endpoints as endpoints_module
 from wedlm_hf.serving.calls import Answer, Asked, Batch, CallManager, RequestError, as_request_error
 from wedlm_hf.serving.conversation import Conversation, missing_piece
-from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
+from wedlm_hf.serving.endpoints import GRAMMARS, ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 from wedlm_hf.serving.server import DEAR_READERS, READERS
 
@@ -437,3 +439,38 @@ def test_a_request_of_many_answers_lets_others_in(model, tokenizer):
         ("many", 8),
         ("many", 4),
     ]
+
+
+def objects_left(server):
+    """How many objects there are, all of them and by each of our classes."""
+    wait_until(lambda: not server.uvicorn.server_state.connections)
+    gc.collect()
+    kinds = Counter(type(each) for each in gc.get_objects())
+    own = {kind.__name__: count for kind, count in kinds.items() if str(kind.__module__).startswith("wedlm_hf")}
+    return {"all": sum(kinds.values()) / 8, **own}  # one for each request would be seen, and what is under way is not
+
+
+def test_a_server_keeps_nothing_of_the_requests_that_it_has_answered(server):
+    rounds = 5
+
+    def ask(number):
+        chat = {"messages": [{"role": "user", "content": f"Sort {number}, 7"}], "max_tokens": 3}
+        schema = {"name": "x", "schema": {"const": number}}
+        for more in (
+            {}, {"stream": True}, {"strategy": "ar", "logprobs": True, "top_logprobs": 2}, {"seed": number, "n": 2},
+            {"verification": "exact", "response_format": {"type": "json_schema", "json_schema": schema}},
+        ):  # fmt: skip
+            post(server, chat | more).read()
+        refusal(server, chat | {"top_k": [number]})
+        refusal(server, chat | {f"field{number}": 1})
+        post(server, chat, "page/replay").read()
+        post(server, chat | ENDLESS | {"stream": True, "max_tokens": 400}).close()
+        server.app.state.desk.calls.wait()
+
+    for number in range(GRAMMARS):  # what is made once, or kept for a while
+        ask(number)
+    before = objects_left(server)
+    for number in range(rounds):
+        ask(GRAMMARS + number)
+    grown = {name: count - before.get(name, 0) for name, count in objects_left(server).items()}
+    assert max(grown.values()) < rounds, {name: count for name, count in grown.items() if count > 0}
