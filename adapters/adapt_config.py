@@ -52,6 +52,8 @@ class AdaptConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be a finite number greater than 0, got {value}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` must be an integer of at least 0, below {2**32}, got {self.seed}.")
         if self.prompts is not None and self.answers is not None:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
         if self.start is not None and (self.rank, self.head_width) != (None, None):

@@ -1,7 +1,7 @@
 """Settings of [`WeDLMSFTTrainer`]."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,29 @@ CHATML = Path(__file__).with_name("chat_template.jinja")
 
 FASTER = 1.2  # how many times as fast bfloat16 must be on a CPU, where it is not the default
 
-# Least values of settings that the parents take as they are.
-_LEAST = {
-    "eval_decoding_samples": 0, "eval_decoding_tokens": 0, "gradient_accumulation_steps": 1, "learning_rate": 0,
-    "max_grad_norm": 0, "num_train_epochs": 0, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1,
-    "seed": 0, "warmup_steps": 0, "weight_decay": 0,
-}  # fmt: skip
+# Least values of settings that the parents take as they are, and what some must lie below.
+_LEAST = {"max_length": 2} | dict.fromkeys(
+    "adam_beta1 adam_beta2 adam_epsilon data_seed dataloader_num_workers eval_decoding_samples eval_decoding_tokens "
+    "eval_delay eval_steps learning_rate logging_steps max_grad_norm neftune_noise_alpha num_train_epochs "
+    "router_aux_loss_coef save_steps seed warmup_steps weight_decay".split(), 0
+) | dict.fromkeys(
+    "dataset_num_proc eval_accumulation_steps gradient_accumulation_steps per_device_eval_batch_size "
+    "per_device_train_batch_size".split(), 1
+)  # fmt: skip
+_BELOW = {"adam_beta1": 1, "adam_beta2": 1, "data_seed": 2**32, "seed": 2**32}
+
+
+def check_range(settings: Any, name: str, least: float, below: float = math.inf) -> None:
+    """Raises `ValueError` for a field of a dataclass that is no number of its kind, or out of range."""
+    value, stated = getattr(settings, name), next(each for each in fields(settings) if each.name == name)
+    if value is None and (stated.default is None or name in ("max_grad_norm", "max_length")):
+        return
+    is_whole = "float" not in str(stated.type)
+    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value < below:
+        wanted = f"{'an integer of ' if is_whole else ''}at least {least}"
+        wanted += "" if below == math.inf else f", below {below}"
+        raise ValueError(f"`{name}` must be {wanted}, got {value!r}.")
 
 
 def setting(default: Any, text: str) -> Any:
@@ -77,11 +94,11 @@ class WeDLMSFTConfig(SFTConfig):
         if getattr(self, "activation_checkpointing", True) is None:  # transformers warns of the older name, TRL's
             self.activation_checkpointing = self.gradient_checkpointing
         for name, least in _LEAST.items():  # the parent divides by some of them and compares others, whatever they are
-            value = getattr(self, name)
-            if name == "max_grad_norm" and value is None:
-                continue
-            if not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+            check_range(self, name, least, _BELOW.get(name, math.inf))
+        if str(self.pad_to_multiple_of).lower() not in ("auto", "none", "null"):  # TRL makes an integer of any other
+            reason = "sequences are as long as their two streams"
+            raise ValueError(f"`pad_to_multiple_of` must be None, got {self.pad_to_multiple_of!r}: {reason}.")
+        self.pad_to_multiple_of = None
         if not self.num_train_epochs and self.max_steps < 1:
             raise ValueError("Without `max_steps`, `num_train_epochs` must be more than 0, got 0.")
         pad_token, self.pad_token = self.pad_token, None  # TRL will drop the field; this config keeps it
@@ -90,7 +107,6 @@ class WeDLMSFTConfig(SFTConfig):
         refused: dict[str, tuple[Any, str]] = {
             "loss_type": ("nll", "the loss is that of dual-stream training"),
             "label_smoothing_factor": (0.0, "the loss is that of dual-stream training"),
-            "pad_to_multiple_of": (None, "sequences are as long as their two streams"),
             "padding_free": (False, "`packing=True` puts documents side by side and keeps them apart"),
             "truncation_mode": ("keep_start", "an answer without its question cannot be learnt"),
         }
@@ -100,7 +116,4 @@ class WeDLMSFTConfig(SFTConfig):
         if self.packing and self.packing_strategy == "wrapped":
             reason = "it cuts documents anywhere and keeps no border between them"
             raise ValueError(f"`packing_strategy` must be 'bfd' or 'bfd_split', got 'wrapped': {reason}.")
-        if self.max_length is not None and self.max_length < 2:
-            wanted = "at least 2 (a prompt and a token to learn)"
-            raise ValueError(f"`max_length` must be {wanted}, got {self.max_length}.")
         check_settings(self)

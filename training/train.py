@@ -5,6 +5,7 @@ accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learni
 """
 
 import logging
+import math
 import re
 import shlex
 import sys
@@ -29,7 +30,7 @@ from .model import check_source
 from .progress import RunProgress, draw_curve
 from .rows import load
 from .saving import newest_complete_checkpoint, only_writer
-from .sft_config import WeDLMSFTConfig, setting
+from .sft_config import WeDLMSFTConfig, check_range, setting
 from .sft_trainer import WeDLMSFTTrainer
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,9 @@ def run(
         raise ValueError(f"`output_dir` must be a folder, got {args.output_dir!r}.")
     if data.streaming and args.max_steps < 1:
         raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
-    if model.use_peft and (model.lora_r < 1 or not 0 <= model.lora_dropout < 1):
-        wanted = "`lora_r` must be at least 1 and `lora_dropout` at least 0, below 1"
-        raise ValueError(f"{wanted}, got {model.lora_r} and {model.lora_dropout}.")
+    if model.use_peft:
+        for name, least, below in (("lora_r", 1, math.inf), ("lora_alpha", 1, math.inf), ("lora_dropout", 0, 1)):
+            check_range(model, name, least, below)
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work

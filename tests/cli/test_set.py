@@ -1,6 +1,9 @@
-"""Walks the keywords of `generate`: commands honour each by `--set`, or refuse it by name before any weights."""
+"""Walks the keywords of `generate`, and the numbers of `train` and `adapt`: commands honour each, or refuse it by name
+before any weights."""
 
 import json
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,13 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
+from trl import ModelConfig
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.adapters import adapt
+from wedlm_hf.adapters.adapt_config import AdaptConfig
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.cli.settings import REFUSED
 from wedlm_hf.generation.settings import SETTING_NAMES
 from wedlm_hf.serving import server
+from wedlm_hf.training import train
+from wedlm_hf.training.sft_config import WeDLMSFTConfig
+from wedlm_hf.training.train import DataConfig
 
 LIMIT = 8
 CHAT = [{"role": "user", "content": "1, 2"}]
@@ -164,6 +173,44 @@ def test_a_value_of_another_kind_or_out_of_range_is_refused_before_any_weights_o
     decoding = () if word == "report" else data.draw(st.sampled_from([AR, EXACT]))
     code, _, error = command(word, decoding, (f"{name}={value}", *others))
     assert code == 0 or (code == 2 and error.startswith("Error: `")), (word, name, value, error)
+
+
+NUMBERS = {
+    "adapt": [each.name for each in fields(AdaptConfig) if re.search("int|float", str(each.type))],
+    "train": [
+        each.name
+        for config in (DataConfig, WeDLMSFTConfig, ModelConfig)
+        for each in fields(config)
+        if re.search("int|float", str(each.type))
+    ],
+}
+# Whatever they are, they are passed on, or there is one process.
+PASSED_ON = {"max_steps", "ddp_bucket_cap_mb", "ddp_timeout", "local_rank", "save_total_limit"}
+
+
+@settings(
+    max_examples=120, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_number_of_another_kind_or_out_of_range_is_refused_by_name_before_anything_is_loaded(monkeypatch, data):
+    def load(*args, **how):
+        raise ValueError("It is loaded.")
+
+    monkeypatch.setattr(train, "check_source", load)
+    monkeypatch.setattr(adapt._Run, "check", load)
+    word = data.draw(st.sampled_from(sorted(NUMBERS)))
+    name, value = data.draw(st.sampled_from(NUMBERS[word])), data.draw(st.sampled_from((*BAD, "2e9999", "-7", "nan")))
+    given = {"adapt": ["adapt", "base", "out", "--tokens", "9"], "train": "train --dataset x --output_dir out".split()}
+    given["train"] += "--model_name_or_path m --use_cpu true --bf16 false --use_peft true --report_to none".split()
+    own = f"--{name.replace('_', '-')}" if word == "adapt" else f"--{name}"
+    result = CliRunner().invoke(cli.app, [*given[word], f"{own}={value}"])
+    assert result.exit_code == 2, (name, value, result.output, result.exception)
+    if "It is loaded." not in result.stderr:
+        assert name in result.stderr.replace("-", "_"), (name, value, result.stderr)
+        return
+    number = json.loads(value) if value not in ("nan", "2e9999") else None  # no number that is not finite
+    assert isinstance(number, int | float) and not isinstance(number, bool), (name, value)
+    assert number >= 0 or name in PASSED_ON, (name, value)
 
 
 def keywords_of(given: tuple[str, ...]) -> dict[str, Any]:
