@@ -18,14 +18,15 @@ CHATML = Path(__file__).with_name("chat_template.jinja")
 FASTER = 1.2  # how many times as fast bfloat16 must be on a CPU, where it is not the default
 
 # Least values of settings that the parents take as they are, and what some must lie below.
-_LEAST = {"max_length": 2} | dict.fromkeys(
-    "adam_beta1 adam_beta2 adam_epsilon data_seed dataloader_num_workers dataset_num_proc eval_decoding_samples "
-    "eval_decoding_tokens eval_delay eval_steps learning_rate logging_steps max_grad_norm neftune_noise_alpha num_train_epochs "
-    "router_aux_loss_coef save_steps seed warmup_steps weight_decay".split(), 0
-) | dict.fromkeys(
-    "eval_accumulation_steps gradient_accumulation_steps per_device_eval_batch_size per_device_train_batch_size".split(),
-    1,
-)  # fmt: skip
+_FROM_ZERO = """
+    adam_beta1 adam_beta2 adam_epsilon data_seed dataloader_num_workers dataset_num_proc eval_decoding_samples
+    eval_decoding_tokens eval_delay eval_steps learning_rate logging_steps max_grad_norm neftune_noise_alpha
+    num_train_epochs router_aux_loss_coef save_steps seed warmup_steps weight_decay
+""".split()
+_FROM_ONE = """
+    eval_accumulation_steps gradient_accumulation_steps per_device_eval_batch_size per_device_train_batch_size
+""".split()
+_LEAST = {"max_length": 2} | dict.fromkeys(_FROM_ZERO, 0) | dict.fromkeys(_FROM_ONE, 1)
 _BELOW = {"adam_beta1": 1, "adam_beta2": 1, "data_seed": 2**32, "seed": 2**32}
 
 

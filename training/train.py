@@ -88,8 +88,8 @@ def run(
     if data.streaming and args.max_steps < 1:
         raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
     if model.use_peft:
-        for name, least, below in (("lora_r", 1, math.inf), ("lora_alpha", 1, math.inf), ("lora_dropout", 0, 1)):
-            check_range(model, name, least, below)
+        for number, least, below in (("lora_r", 1, math.inf), ("lora_alpha", 1, math.inf), ("lora_dropout", 0, 1)):
+            check_range(model, number, least, below)
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work
