@@ -1,16 +1,27 @@
-"""Where the time of a step goes: verified decoding with a mask adapter, beside its steps of one row and AR decoding.
+"""Where the time of a step goes.
 
-    python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
+    python benchmarks/step_time.py parts BASE ADAPTER PROMPTS.jsonl --dtype packed
+    python benchmarks/step_time.py matrices --threads 2
+    python benchmarks/step_time.py operators BASE
 
-A few prompts are answered with fixed numbers of drafts, each number in turn, and with `--planned 4` as the planner
-decides. A column shows the steps with one number of rows and one of masks, the commonest; times are medians. With one
-thread they are the thread's own: other programs disturb little.
+`parts`: verified decoding with a mask adapter, beside its steps of one row and AR decoding. A few prompts are answered
+with fixed numbers of drafts, each number in turn, and with `--planned 4` as the planner decides. A column shows the
+steps with one number of rows and one of masks, the commonest; times are medians.
+
+`matrices`: linear layers by the number of rows, in all formats, which take turns. Random weights in the shapes of real
+models, all layers and the head; with `--layers`, some are timed, and their time is multiplied.
+
+`operators`: how many operators a step of AR decoding calls, those within others counted.
+
+With one thread, times are the thread's own: other programs disturb little.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,9 +31,16 @@ from unittest.mock import patch
 import pandas as pd
 import torch
 import typer
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.adapters.mask_adapter import Update
+from wedlm_hf.checkpoints import packed
+from wedlm_hf.checkpoints.loading import load_model
+from wedlm_hf.checkpoints.matrices import in_one_thread
+from wedlm_hf.checkpoints.packed import PACKINGS, pack
+from wedlm_hf.checkpoints.packed_layers import PackedLinear, Product
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 from wedlm_hf.generation.decoding import ParallelDecoder
 from wedlm_hf.generation.verify import VerifyRule
@@ -31,6 +49,15 @@ FORWARD, WHOLE = "forward", "whole step"
 INNER = ("linear layers", "updates of masks", "attention kernel", "norms")  # parts of the forward
 OUTER = ("reading logits", "planning")
 Times = dict[str, list[float]]
+# Hidden size, width of the MLP, layers, width of all queries, of all keys, and vocabulary.
+SHAPES = {
+    "SmolLM2-135M": (576, 1536, 30, 576, 192, 49152),
+    "Qwen3-0.6B": (1024, 3072, 28, 2048, 1024, 151936),
+    "Qwen3-1.7B": (2048, 6144, 28, 2048, 1024, 151936),
+}
+Shape = StrEnum("Shape", {name: name for name in SHAPES})
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
+app = typer.Typer()
 
 
 class StepTimer:
@@ -115,7 +142,8 @@ def ar_seconds(model: Any, ids: torch.Tensor, max_new_tokens: int, clock: Callab
     return [after - before for before, after in pairwise(times[1:])]
 
 
-def main(
+@app.command()
+def parts(
     base: str,
     adapter: str,
     prompts: Path,
@@ -158,5 +186,79 @@ def main(
     print(table.to_markdown(floatfmt=".1f"))
 
 
+@app.command()
+def matrices(
+    model: Shape = Shape["SmolLM2-135M"],
+    layers: Annotated[int, typer.Option(help="So many are timed; default: all.")] = 0,
+    rows: Annotated[list[int] | None, typer.Option(help="Default: 1 to 64.")] = None,
+    repeats: int = 7,
+    threads: int = 1,
+) -> None:
+    """Print a table."""
+    torch.set_num_threads(threads)
+    print(torch.backends.cpu.get_cpu_capability(), f"{threads} threads", model.value)
+
+    def measure() -> None:
+        clock = time.thread_time if threads == 1 else time.perf_counter
+        table = pd.DataFrame(list(matrix_times(SHAPES[model], layers, rows or ROWS, repeats, clock)))
+        print(table.set_index("rows").to_markdown(floatfmt=".1f"))
+
+    in_one_thread(measure) if threads == 1 else measure()
+
+
+@torch.no_grad()
+def matrix_times(
+    shape: tuple[int, ...], most: int, rows: Sequence[int], repeats: int, clock: Callable[[], float]
+) -> Iterator[dict[str, float]]:
+    """The milliseconds of each format, by numbers of rows."""
+    hidden, width, layers, queries, keys, vocabulary = shape
+    timed = min(most or layers, layers)
+    block = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
+    block += [(hidden, width), (hidden, width), (width, hidden)]
+    plain = [[nn.Linear(*size, bias=False) for size in part] for part in (block * timed, [(hidden, vocabulary)])]
+    formats: dict[str, list[list[Any]]] = {
+        name: [[PackedLinear(layer, product=Product([layer.weight], bits)) for layer in part] for part in plain]
+        for name, bits in PACKINGS.items()
+    }
+    formats |= {"bfloat16": [[deepcopy(layer).bfloat16() for layer in part] for part in plain], "float32": plain}
+    for count in rows:
+        taken: dict[str, list[float]] = {name: [] for name in formats}
+        for _ in range(repeats):
+            for name, (decoder, head) in formats.items():
+                dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+                inputs = {size: torch.randn(count, size).to(dtype) for size in (hidden, queries, width)}
+                marks = [clock()]
+                for part in (decoder, head):
+                    for layer in part:
+                        layer(inputs[layer.in_features])
+                    marks.append(clock())
+                seconds = [after - before for before, after in pairwise(marks)]
+                taken[name].append(seconds[0] * layers / timed + seconds[1])
+        yield {"rows": count} | {name: 1e3 * median(times) for name, times in taken.items()}
+
+
+@app.command()
+def operators(base: str) -> None:
+    """Print a table: of the model as transformers has it, and packed, with what is fused and without."""
+    stock = load_model(base, dtype=torch.float32)
+    stock.generation_config.eos_token_id = None
+    rows = [{"format": "as transformers has it", "calls": operator_calls(stock)}]
+    for name, bits in PACKINGS.items():
+        with patch.object(packed, "fuse", lambda model: None):
+            unfused = operator_calls(pack(deepcopy(stock), bits))
+        rows.append({"format": name, "calls": operator_calls(pack(deepcopy(stock), bits)), "not fused": unfused})
+    print(pd.DataFrame(rows).to_markdown(index=False, floatfmt=".0f"))
+
+
+def operator_calls(model: Any) -> int:
+    """Of the last of a few steps of `generate`."""
+    counts = []
+    for tokens in (4, 5):
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=tokens)
+        counts.append(sum(event.count for event in found.key_averages()))
+    return counts[1] - counts[0]
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()
