@@ -138,11 +138,12 @@ FORMATS: dict[int, Callable[..., Matrix]] = {16: Half, 8: Int8, 4: Int4}
 
 
 def fits(weight: torch.Tensor, bits: int) -> bool:
-    """Whether a format can hold a matrix: in four bits its rows must be whole groups, in 16 no weight may be too
-    large."""
-    if bits == 4:
-        return weight.shape[1] % GROUP == 0
-    return bits == 8 or bool(weight.detach().abs().max() <= LARGEST)
+    """Whether a format can hold a matrix: all weights must be numbers, in four bits its rows whole groups, and in 16
+    no weight may be too large."""
+    largest = weight.detach().abs().max()
+    if bits == 16:
+        return bool(largest <= LARGEST)
+    return bool(largest.isfinite()) and (bits == 8 or weight.shape[1] % GROUP == 0)
 
 
 @torch.no_grad()

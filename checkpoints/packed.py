@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .distance import distance_of
 from .fused import fuse
 from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .matrices import multiply as multiply  # 16-bit matrices that belong to no layer
@@ -29,6 +30,8 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LEAST_WEIGHTS = 2**24
 # Of the weights that are no embeddings, the share in linear layers below which packing cannot help.
 _LEAST_SHARE = 0.5
+# Nats per token at which a text of 100 tokens is e times less likely.
+FAR = 0.01
 # How much less time than packed layers bfloat16 must take to be chosen: its rows are rounded to 8 bits at each layer.
 _BFLOAT16_SHARE = 0.8
 
@@ -39,7 +42,8 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     In 4 bits, matrices that were read from a file of 4 bits keep the file's values, but for the scales of their
     groups, which are rounded to bfloat16 (0.2 %), and what the file holds in more bits gets 8. Of a model in full
     precision, the values of a group are rounded to 16 levels, and the head gets 8 bits. A matrix that a format cannot
-    hold gets the next one with more bits; one that 16 bits cannot hold stays as it is, in float32.
+    hold gets the next one with more bits; one that none can hold stays as it is, in float32. How far the model is
+    then from what it was is measured once, see [`distance_of`]; the log says it, and `packed_distance` holds it.
 
     What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. The result is for inference:
     no parameter requires a gradient. `save_pretrained` writes the rounded weights, which load like any others. Of
@@ -53,12 +57,15 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     Raises:
         ValueError: for other `bits`, for a model elsewhere than on a CPU, for quantized weights (those read from a
             GGUF file are not), for a model whose weights are mostly not in `nn.Linear`, and for one that is packed in
-            other bits. It is left as it was.
+            other bits. It is left as it was. Whatever else ends the packing before its end, such as too little memory,
+            leaves a model that refuses to compute.
     """
     if bits not in FORMATS:
         raise ValueError(f"`bits` must be one of {', '.join(map(str, FORMATS))}, got {bits!r}.")
     if not can_pack():
         return model
+    if _refuse_half in model._forward_pre_hooks.values():
+        _refuse_half(model, ())
     if is_packed(model):
         if (there := getattr(model, "packed_in", bits)) != bits:
             raise ValueError(f"The model is packed in {there} bits already: load it again to have {bits}.")
@@ -66,6 +73,20 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     _check_packable(model)
     if getattr(model, "quantization_method", None) == "gguf":
         forget_gguf(model)
+    found = distance_of(model, bits, lambda: _pack(model, bits))
+    model.packed_in, model.packed_distance = bits, found  # type: ignore[assignment]
+    if found is not None:
+        is_far = bits < 16 and not found < FAR  # what 16 bits differ by, a model in bfloat16 differs from itself
+        logger.log(
+            logging.WARNING if is_far else logging.INFO,
+            "Packed in %d bits, this model is %.2g nats per token from the unpacked one%s.",
+            bits, found, ": it writes other texts; more bits are closer" if is_far else "",
+        )  # fmt: skip
+    return model
+
+
+def _pack(model: nn.Module, bits: int) -> None:
+    """Replaces the layers of a model that can be packed."""
     tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
     packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
     for parameter in model.parameters():
@@ -83,17 +104,23 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
 
         groups = _groups(places, formats)
         del modules  # so that each is freed when it is packed
+        guard = model.register_forward_pre_hook(_refuse_half)
         for group, packed in zip(groups, threads.map(replacements, groups), strict=True):
             for found, module in zip(group, packed, strict=True):
                 for parent, name in found:
                     setattr(parent, name, module)
     _use_fused_norms(model.float().requires_grad_(False))
     fuse(model)
-    model.packed_in = bits  # type: ignore[assignment]
+    guard.remove()
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
-        logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
-    return model
+        logger.warning(
+            "%d linear layers have weights that no number of bits holds and stay in float32: %s.", len(plain), listed
+        )
+
+
+def _refuse_half(model: nn.Module, args: Any) -> None:
+    raise ValueError(f"This {type(model).__name__} is packed by halves: packing it was stopped. Load it again.")
 
 
 def _check_packable(model: nn.Module) -> None:
@@ -101,14 +128,22 @@ def _check_packable(model: nn.Module) -> None:
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
     if devices - {"cpu"}:
         raise ValueError(f"Layers are packed on a CPU, and the model is on {', '.join(sorted(devices))!r}.")
+    if _is_quantized(model):
+        raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
     if (share := _linear_share(model)) < _LEAST_SHARE:
         raise ValueError(
             f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
             "make it faster."
         )
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    """Whether a model's weights are not plain numbers: by a method of transformers, or by a library itself, such as
+    torchao, whose weights are tensors of another kind."""
     is_dequantized = getattr(model, "quantization_method", None) == "gguf"
-    if getattr(model, "is_quantized", False) and not is_dequantized:
-        raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    are_plain = all(type(weight.data) is torch.Tensor and weight.is_floating_point() for weight in weights)
+    return not are_plain or (bool(getattr(model, "is_quantized", False)) and not is_dequantized)
 
 
 def _choose_formats(
@@ -241,12 +276,12 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
     sample: list[nn.Linear] = []
     while layers and sum(layer.weight.numel() for layer in sample) < _LEAST_WEIGHTS:
         sample.append(layers.pop(0))
-    if not layers:
+    if not layers or _is_quantized(model):
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
     names = {str(name): name for name in _candidates(sample, with_packed)}
     key = [*names, [[layer.out_features, layer.in_features] for layer in sample]]
-    choice = names[remembered("formats", key, set(names), lambda: str(_fastest(sample, list(names.values()))))]
+    choice = names[remembered("formats", key, names.__contains__, lambda: str(_fastest(sample, list(names.values()))))]
     if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed
         pack(model, PACKINGS[choice])

@@ -16,23 +16,24 @@ from .files import write_text
 MOST = 100  # entries of a file; the oldest go
 
 
-def remembered(name: str, key: Any, choices: set[str], measure: Callable[[], str]) -> str:
-    """One of the choices for a key: as it was measured before on this machine, with these versions; else measured now.
+def remembered(name: str, key: Any, is_valid: Callable[[Any], bool], measure: Callable[[], Any]) -> Any:
+    """The value for a key: as it was measured before on this machine, with these versions; else measured now.
 
     Args:
         name: of the file in the cache folder of the user, `$XDG_CACHE_HOME/wedlm-hf`.
-        key: what the choice depends on, as JSON has it.
+        key: what the value depends on, as JSON has it.
+        is_valid: whether a value in the file can be one.
     """
     own = [key, _machine(), version("torch"), version("wedlm-hf")]
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wedlm-hf", f"{name}.json")
     entry, entries = json.dumps(own), _read(path)
-    if entries.get(entry) in choices:
-        return str(entries[entry])
-    choice = measure()
-    kept = [*((other, value) for other, value in _read(path).items() if other != entry), (entry, choice)]
+    if entry in entries and is_valid(entries[entry]):
+        return entries[entry]
+    value = measure()
+    kept = [*(each for each in _read(path).items() if each[0] != entry), (entry, value)]
     with suppress(OSError):  # a disk that is full or read-only: measured again next time
         write_text(path, json.dumps(dict(kept[-MOST:]), indent=1))
-    return choice
+    return value
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,15 @@ import wedlm_hf
 from wedlm_hf.checkpoints import matrices, packed
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.checkpoints.matrices import can_pack, in_one_thread
-from wedlm_hf.checkpoints.packed import PackedLinear, PackedNorm, count_weights, is_packed, pack, use_fastest
+from wedlm_hf.checkpoints.packed import (
+    PACKINGS,
+    PackedLinear,
+    PackedNorm,
+    count_weights,
+    is_packed,
+    pack,
+    use_fastest,
+)
 from wedlm_hf.eval.measure import environment, fingerprint
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
@@ -142,6 +150,80 @@ def test_what_cannot_be_packed_is_refused_and_stays_as_it_is():
         pack(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)))
 
 
+class Other(torch.Tensor):
+    """As torchao has weights."""
+
+
+class Linear4bit(nn.Linear):
+    """As bitsandbytes has it."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        packed = torch.zeros(self.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+
+class QuantLinear(nn.Module):
+    """As GPTQ has it: integers in a buffer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(layer.in_features // 8, layer.out_features, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes", "gptq", "torchao"])
+def test_weights_that_another_library_has_quantized_are_refused_and_keep_their_format(kind):
+    model = stock_model()
+    for layer in model.model.layers:
+        if kind == "torchao":  # which changes the weight of a plain layer
+            up = layer.mlp.up_proj
+            up.weight = nn.Parameter(up.weight.detach().as_subclass(Other), requires_grad=False)
+        else:
+            layer.mlp.up_proj = {"bitsandbytes": Linear4bit, "gptq": QuantLinear}[kind](layer.mlp.up_proj)
+    if kind == "gptq":
+        model.is_quantized, model.quantization_method = True, kind
+    before = list(model.modules())
+    for bits in PACKINGS.values():
+        with pytest.raises(ValueError, match="weights of this LlamaForCausalLM are quantized: load the model with"):
+            pack(model, bits)
+    packed_before, packed._LEAST_WEIGHTS = packed._LEAST_WEIGHTS, 1
+    try:
+        assert use_fastest(model) == torch.float32
+    finally:
+        packed._LEAST_WEIGHTS = packed_before
+    assert list(model.modules()) == before
+
+
+def test_a_model_of_which_a_part_is_elsewhere_is_refused_and_stays_as_it_is():
+    model = stock_model()
+    model.model.layers[1].mlp.to("meta")
+    before = list(model.modules())
+    with pytest.raises(ValueError, match="the model is on 'cpu, meta'"):
+        pack(model)
+    assert list(model.modules()) == before
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["_packed", "fuse"])
+def test_a_model_whose_packing_ends_in_the_middle_computes_no_more(monkeypatch, error, at):
+    model, left = stock_model(), [3 if at == "_packed" else 0]
+    own = getattr(packed, at)
+
+    def fail(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return own(*args)
+
+    monkeypatch.setattr(packed, at, fail)
+    with pytest.raises(error):
+        pack(model)
+    monkeypatch.undo()
+    for call in (logits_of, pack, logits_of):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is packed by halves.*Load it again"):
+            call(model)
+
+
 def test_what_needs_the_weights_of_a_packed_model_or_moves_it_by_halves_is_told_so():
     model = pack(stock_model())
     expected = logits_of(model)
@@ -170,19 +252,23 @@ def test_of_layers_with_a_lora_the_base_is_packed():
         model.merge_and_unload()
 
 
-def test_weights_beyond_float16_hooks_and_shared_layers_are_kept(caplog):
+@pytest.mark.parametrize("bits", PACKINGS.values())
+def test_weights_that_no_format_holds_hooks_and_shared_layers_are_kept(caplog, bits):
     model, seen = stock_model(), []
     first, second = (layer.mlp for layer in model.model.layers)
     large = first.gate_proj, second.gate_proj, second.down_proj
     with torch.no_grad():
-        for layer, value in zip(large, (70_000.0, float("inf"), float("nan")), strict=True):
+        for layer, value in zip(
+            large, (70_000.0 if bits == 16 else -float("inf"), float("inf"), float("nan")), strict=True
+        ):
             layer.weight[3, 4] = value
     second.up_proj = first.up_proj
     handle = first.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    pack(model)
+    pack(model, bits)
+    seen.clear()  # of the forwards that tell how far it is from what it was
     assert (first.gate_proj, second.gate_proj, second.down_proj) == large and large[0].weight.dtype == torch.float32
     assert isinstance(first.down_proj, PackedLinear)
-    assert "3 linear layers have weights beyond float16 and stay in float32: " in caplog.text
+    assert "3 linear layers have weights that no number of bits holds and stay in float32: " in caplog.text
     assert first.up_proj is second.up_proj
     logits_of(model)
     assert seen == [(2, 5, 48)] * 2

@@ -1,4 +1,4 @@
-"""Choices that were measured are remembered for what they depend on."""
+"""What was measured is remembered for what they depend on."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def asked(monkeypatch, tmp_path):
 
     def ask(key, choice, choices=("a", "b"), name="trial"):
         measured = []
-        found = remembered(name, key, {*choices}, lambda: measured.append(choice) or choice)
+        found = remembered(name, key, {*choices}.__contains__, lambda: measured.append(choice) or choice)
         return found, bool(measured)
 
     return ask
