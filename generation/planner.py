@@ -137,6 +137,9 @@ class Planner:
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Tree]:
         """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
         stand in front of the root."""
+        if self.keeps_state and not before and self._reached < (1 - LOOK_SHARE) * self._took:
+            # No plan's price has what its tokens cost while they are pending; the rate that was reached has.
+            return [Tree() for _ in outlooks]
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
         table = self._table(outlooks, trees)
         values = self._values(table, np.tri(table.reach.shape[1], dtype=np.float32)[None])

@@ -46,8 +46,7 @@ def check(curve, acceptances, batch=1, seeds=2, keeps_state=False):
     for acceptance in acceptances:
         found = plans.planned(plans.CURVES[curve], acceptance, batch, seeds, keeps_state)
         assert found >= of_fixed * plans.best_fixed(plans.CURVES[curve], acceptance, batch, keeps_state), acceptance
-        # There a commit takes a stair more.
-        assert found >= of_ar or (keeps_state and curve == "stairs of 3"), acceptance
+        assert found >= of_ar, acceptance
         assert found >= 0.95 * best or keeps_state, (acceptance, found, best)
         best = max(best, found)
 
@@ -57,17 +56,17 @@ def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
     check(curve, (0.1, 0.7), seeds=1)
 
 
-@pytest.mark.parametrize("curve", ["flat", "packed, AVX2"])
-def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve):
-    check(curve, (0.8,), seeds=1, keeps_state=True)
+@pytest.mark.parametrize(
+    ("curve", "acceptance"), [("flat", 0.8), ("packed, AVX2", 0.8), ("four bits, AVX-512", 0.5), ("stairs of 3", 0.5)]
+)
+def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve, acceptance):
+    check(curve, (acceptance,), seeds=1, keeps_state=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "keeps_state"), [(1, False), (4, False), (1, True)])
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch, keeps_state):
-    if keeps_state and curve == "four bits, AVX-512":
-        pytest.xfail("pending tokens take a stair of four more, which plans do not price: 0.91 of AR decoding")
     check(curve, plans.ACCEPTANCES, batch, 3, keeps_state)
 
 
