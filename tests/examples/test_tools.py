@@ -1,9 +1,13 @@
 """The tools of `benchmarks/` and `examples/` run on tiny models, and find what they are there to find."""
 
 import json
+import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import against_llama_cpp
 import given_costs
 import gpu_hour
 import gpu_results
@@ -13,7 +17,7 @@ import step_time
 import torch
 import training_methods
 from nbclient import NotebookClient
-from tiny import START, script, tiny_llama, tiny_model, write_checkpoint
+from tiny import START, script, tiny_llama, tiny_model, write_checkpoint, write_stock_checkpoint
 
 from wedlm_hf import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
@@ -50,12 +54,70 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     training_methods.replay(folders[0], prompts, [folders[1]] * 2, max_new_tokens=8)
     header, _, first, again = capsys.readouterr().out.splitlines()
     assert "branch 4" in header and first == again and all(float(each) >= 1 for each in first.split("|")[3:-1])
-    step_time.main(*folders, prompts, "float32", drafts=[2], planned=2, count=1, max_new_tokens=8)
+    step_time.parts(*folders, prompts, "float32", drafts=[2], planned=2, count=1, max_new_tokens=8)
     header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [name.strip() for name in header[1:4]] == ["one row", "drafts: 2", "planned"]
     times = {name.strip(): [float(each) for each in found] for name, *found in rows}
     assert times.pop("rows")[:2] == [1, 9] and times.pop("of them masks")[:2] == [0, 6] and min(times.pop("steps")) > 0
     assert all(sum(parts) == pytest.approx(whole, abs=0.6) for *parts, whole in zip(*times.values(), strict=True))
+
+
+def test_operators_are_counted_and_linear_layers_are_timed_in_all_formats(tmp_path, monkeypatch, capsys):
+    def printed():
+        lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        return [cell.strip() for cell in lines[0]], {name.strip(): [*map(float, found)] for name, *found in lines[2:]}
+
+    step_time.operators(str(write_stock_checkpoint(tmp_path)))
+    _, calls = printed()
+    for bits in ("packed", "8bit", "4bit"):
+        fused, unfused = calls[bits]
+        assert 0 < fused < unfused < calls["as transformers has it"][0]
+    monkeypatch.setitem(step_time.SHAPES, "SmolLM2-135M", (32, 64, 2, 32, 32, 96))
+    step_time.matrices(rows=[1, 5], repeats=1)
+    header, times = printed()
+    assert header == ["rows", "packed", "8bit", "4bit", "bfloat16", "float32"] and list(times) == ["1", "5"]
+
+
+def test_llama_cpp_and_this_library_answer_in_turn_the_same_questions(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    class Llama:  # which always says the same
+        def __init__(self, path, **how):
+            assert how["n_threads"] == how["n_threads_batch"] == 1
+
+        def reset(self):
+            asked.append(None)
+
+        def generate(self, tokens, temp, repeat_penalty):
+            asked[-1] = tokens
+            yield from [20] * 99
+
+    base, prompts = tiny_model(), tmp_path / "prompts.jsonl"
+    how = [str(write_checkpoint(tmp_path / "base", base)), str(tmp_path / "adapter"), prompts]
+    add_mask_adapter(base, MaskAdapterSettings(rank=2, head_width=4))
+    save_mask_adapter(base, how[1])
+    prompts.write_text('{"prompt": "count to nine"}\n{"prompt": "sort 3, 1"}\n')
+    monkeypatch.setattr(against_llama_cpp, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install llama-cpp-python"):
+        against_llama_cpp.main(*how)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama, __spec__=object()))
+    monkeypatch.setattr(against_llama_cpp, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+    against_llama_cpp.main(*how, max_new_tokens=12, threads=1)
+    shown = capsys.readouterr().out
+    assert len(asked) == 3 and asked[0] == asked[1] != asked[2]
+    assert "## count to nine\n" in shown and shown.count("[ar, plain AR") == shown.count("wedlm+exact]\n") == 2
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line[:2] == "| "]
+    rows = {row[0]: dict(zip(table[0], row, strict=True)) for row in table[1:]}
+    assert list(rows) == ["llama.cpp", "plain AR, float32", "plain AR, bfloat16", "ar", "wedlm+exact"]
+    assert rows["llama.cpp"]["against llama.cpp"] == "1.00×" and rows["llama.cpp"]["same answers"] == "0 %"
+    assert rows["wedlm+exact"]["same answers"] == "100 %" and rows["plain AR, bfloat16"]["format"] == "bfloat16"
+    assert all(float(row["MiB"]) >= float(row["of them libraries"]) > 100 for row in rows.values())
+    against_llama_cpp.main(*how, max_new_tokens=4, threads=1, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    order = [row["decoder"] for row in found["answers"]]
+    assert order[:5] == list(rows) and order[5:] == [*order[1:5], order[0]]
+    assert all(len(row["tokens"]) <= 4 for row in found["answers"]) and found["questions"][1] == "sort 3, 1"
 
 
 @pytest.mark.parametrize(
