@@ -45,6 +45,7 @@ def load(name: str, base: str, adapter: str, context: int, threads: int) -> dict
         answers[name] = partial(answer_llama_cpp, model)
         return {"format": "as in the file", "distance": None, "libraries": before}
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from wedlm_hf.adapters.loading import load_adapted
     from wedlm_hf.checkpoints.loading import load_model
@@ -52,6 +53,7 @@ def load(name: str, base: str, adapter: str, context: int, threads: int) -> dict
     from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 
     torch.set_num_threads(threads)
+    disable_progress_bar()
     before = memory()
     if name == EXACT:
         model = load_adapted(base, adapter, dtype="fastest")[0]
