@@ -1,6 +1,8 @@
 """Models whose linear layers hold their weights in 16, 8 or 4 bits, on CPUs: which layers, and what is around them."""
 
+import ctypes
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -112,6 +114,8 @@ def _pack(model: nn.Module, bits: int) -> None:
     _use_fused_norms(model.float().requires_grad_(False))
     fuse(model)
     guard.remove()
+    if platform.libc_ver()[0] == "glibc":  # which else keeps what was freed: twice what a small model takes
+        ctypes.CDLL(None).malloc_trim(0)
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning(

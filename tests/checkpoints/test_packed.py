@@ -3,9 +3,11 @@
 import copy
 import logging
 import pickle
+import platform
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -91,6 +93,17 @@ def test_copies_of_a_packed_model_say_the_same_and_it_may_be_packed_again():
     for copied in (copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         assert logits_of(copied(model)).equal(logits_of(model))
     assert pack(model) is model and [*model.modules()] == before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc")
+def test_the_memory_of_the_unpacked_weights_is_given_back():
+    def held():
+        return psutil.Process().memory_info().rss / 2**20
+
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(600)))  # 150 MiB, in small pieces
+    before = held()
+    pack(model, 8)
+    assert held() < before - 75
 
 
 def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
