@@ -8,6 +8,7 @@ memory is looked at in between, that of the server, which is a process of its ow
 """
 
 import argparse
+import atexit
 import json
 import os
 import random
@@ -143,7 +144,8 @@ def start_server() -> tuple[subprocess.Popen[str], int]:
     """`wedlm serve`, and its port."""
     words = "serve --host 127.0.0.1 --port 0 --threads 1 --strategy wedlm --verification none".split()
     command = [sys.executable, "-c", "import wedlm_cli; wedlm_cli.main()", *words]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    atexit.register(server.kill)
     assert server.stderr is not None
     port = next(int(found[1]) for line in server.stderr if (found := re.search(r"http://\S+:(\d+)/v1", line)))
     threading.Thread(target=lambda: [None for _ in server.stderr or ()], daemon=True).start()  # else its log is full
