@@ -283,7 +283,12 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}
 
 
-LARGE = {"examples/smollm2/adapter_model.safetensors", "examples/wedlm-nano/model.safetensors"}
+LARGE = {
+    f"examples/{name}" for name in (
+        "real-wedlm/wedlm/adapter_model.safetensors", "smollm2/adapter_model.safetensors",
+        "wedlm-nano/model.safetensors",
+    )
+}  # fmt: skip
 
 
 def test_no_file_above_a_megabyte_is_tracked_but_weights_that_are_shown():
@@ -291,11 +296,7 @@ def test_no_file_above_a_megabyte_is_tracked_but_weights_that_are_shown():
         pytest.skip("this is no clone")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
-    # A third one, of a WeDLM model of a real size, may join them.
-    assert {name for name, size in sizes.items() if size > 2**20} - LARGE <= {
-        name for name in sizes if name.startswith("examples/real-wedlm/") and name.endswith(".safetensors")
-    }
-    assert len([name for name, size in sizes.items() if size > 2**20]) <= 3
+    assert {name for name, size in sizes.items() if size > 2**20} == LARGE
 
 
 LISTED = tomllib.loads((ROOT / "tests" / "private_names.toml").read_text(encoding="utf-8"))
