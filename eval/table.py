@@ -186,11 +186,13 @@ def speed_table(
             break
     shown = SHORT if is_greedy else SHORT[:-1]
     texts, where = cells(found, shown, with_errors=("tokens_per_forward", "speed")), environment(model)
+    apart = getattr(model, "packed_distance", None)
+    unpacked = "" if apart is None else f", {apart:.2g} nats a token from unpacked,"
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
     depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
     return {
         "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
-        f"at most {max_new_tokens} tokens; {where['dtype']} on {where['device']} ({where['processor']}, "
+        f"at most {max_new_tokens} tokens; {where['dtype']}{unpacked} on {where['device']} ({where['processor']}, "
         f"{where['kernels']}, {where['threads']} threads), torch {where['torch']}. ± is the "
         "standard error over prompts.",
         "columns": ["decoder", *(TITLES[name] for name in texts)],
