@@ -26,6 +26,7 @@ def distance_of(model: Any, bits: int, change: Callable[[], None]) -> float | No
 
     def measure() -> float | None:
         nonlocal is_changed
+        model.eval()  # no dropout
         found: tuple[torch.Tensor, torch.Tensor] | None = None
         # Whatever the forward of another kind of model raises.
         with suppress(Exception):
@@ -39,7 +40,11 @@ def distance_of(model: Any, bits: int, change: Callable[[], None]) -> float | No
         return float(divergences.mean().clamp(min=0))  # below 0 by rounding alone
 
     key = [bits, TEXTS, LENGTH, _digest(model)]
-    value: float | None = remembered("distances", key, lambda found: isinstance(found, float | None), measure)
+    was_training = model.training
+    try:
+        value: float | None = remembered("distances", key, lambda found: isinstance(found, float), measure)
+    finally:
+        model.train(was_training)
     if not is_changed:
         change()
     return value

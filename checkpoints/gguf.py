@@ -40,7 +40,7 @@ def parsed_once() -> Iterator[None]:
         (gguf, "GGUFReader", lru_cache(_reader_class(gguf.GGUFReader))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         (reading, "_gguf_parse_value", _parsing_once(reading._gguf_parse_value)),
-        (sys.modules[__name__], "read_gguf_tokenizer", lru_cache(read_gguf_tokenizer)),
+        (sys.modules[__name__], "read_gguf_tokenizer", _made_once(read_gguf_tokenizer)),
     ]
     own = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, value in instead:
@@ -50,6 +50,19 @@ def parsed_once() -> Iterator[None]:
     finally:
         for module, name, value in own:
             setattr(module, name, value)
+
+
+def _made_once(read: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which remembers what it made with the same options, whatever these are."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def remembering(folder: str, **options: Any) -> Any:
+        key = folder, repr(options)
+        if key not in made:
+            made[key] = read(folder, **options)
+        return made[key]
+
+    return remembering
 
 
 def _reader_class(kind: Any) -> Any:

@@ -2,6 +2,9 @@
 
 import os
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +20,15 @@ _ROUNDINGS, _LEAST = 8, 1e-4
 _PROBES = 16  # tokens of the forward that is compared, beside those that the adapter trains by name
 
 
+@contextmanager
+def older_names() -> Iterator[None]:
+    """Inside, transformers does not warn of the names by which TRL and PEFT switch activation checkpointing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        yield
+
+
+@older_names()
 @torch.no_grad()
 def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
     """The model with an adapter of any of PEFT's methods merged into its weights, in place.
@@ -42,6 +54,7 @@ def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
         _add_rows(model, name, config)
         probe = _probe(model, config)
         is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        config.base_model_name_or_path = None  # PEFT warns where a fine-tune or a copy of the base has another name
         wrapped = get_peft_model(model, config)
         found = wrapped.load_adapter(name, "default")
     # PEFT saves the embeddings of a model that was resized twice, the second time with names that it does not read; of

@@ -76,7 +76,7 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     if getattr(model, "quantization_method", None) == "gguf":
         forget_gguf(model)
     found = distance_of(model, bits, lambda: _pack(model, bits))
-    model.packed_in, model.packed_distance = bits, found  # type: ignore[assignment]
+    model.packed_distance = found  # type: ignore[assignment]
     if found is not None:
         is_far = bits < 16 and not found < FAR  # what 16 bits differ by, a model in bfloat16 differs from itself
         logger.log(
@@ -113,6 +113,7 @@ def _pack(model: nn.Module, bits: int) -> None:
                     setattr(parent, name, module)
     _use_fused_norms(model.float().requires_grad_(False))
     fuse(model)
+    model.packed_in = bits  # type: ignore[assignment]
     guard.remove()
     if platform.libc_ver()[0] == "glibc":  # which else keeps what was freed: twice what a small model takes
         ctypes.CDLL(None).malloc_trim(0)

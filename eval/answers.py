@@ -44,7 +44,7 @@ def compare(
         console.out(f"› {printable(prompt)}", style="bold", highlight=False)
         decoders, turns = request.decoders(model, len(tokens)), dict[str, list[Decoding]]()
         for name, options in decoders.items():
-            if name not in decodings:  # a decoder's first call costs more; nobody waits for AR's before he reads
+            if name not in decodings:  # a decoder's first call costs more; AR's comes after the first answer
                 short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
                 decode(model, tokenizer, [tokens], {**options, "max_new_tokens": short})
             streamer = AnswerStreamer(tokenizer, writer_to(console)) if name == request.options["strategy"] else None

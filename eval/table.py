@@ -187,7 +187,7 @@ def speed_table(
     shown = SHORT if is_greedy else SHORT[:-1]
     texts, where = cells(found, shown, with_errors=("tokens_per_forward", "speed")), environment(model)
     apart = getattr(model, "packed_distance", None)
-    unpacked = "" if apart is None else f", {apart:.2g} nats a token from unpacked,"
+    unpacked = "" if apart is None else f", {apart:.2g} nats (KL) a token from unpacked,"
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
     depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
     return {

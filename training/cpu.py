@@ -10,9 +10,10 @@ import torch
 
 ROWS, WIDTH, REPEATS = 256, 512, 5  # of the products that are timed: some milliseconds in all
 
-# Of glibc's `mallopt`: from how many bytes on memory is asked of the system, and how many free ones are kept.
-MMAP_THRESHOLD, TRIM_THRESHOLD, MOST_BYTES = -3, -1, 2**31 - 1
-SAID = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")  # variables by which people decide themselves
+# Of glibc's `mallopt`: how many pieces of memory are asked of the system one by one, and how many free bytes are kept.
+MMAP_MAX, TRIM_THRESHOLD, MOST_BYTES = -4, -1, 2**31 - 1
+# Variables by which people decide themselves.
+SAID = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed_memory() -> None:
@@ -24,7 +25,7 @@ def keep_freed_memory() -> None:
     if set(SAID) & set(os.environ) or platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(MMAP_THRESHOLD, MOST_BYTES)
+    mallopt(MMAP_MAX, 0)
     mallopt(TRIM_THRESHOLD, MOST_BYTES)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def check_range(settings: Any, name: str, least: float, below: float = math.inf)
     if value is None and (stated.default is None or name in ("max_grad_norm", "max_length")):
         return
     is_whole = "float" not in str(stated.type)
-    is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if is_whole else Real) and not isinstance(value, bool)
     if not is_number or not least <= value < below:
         wanted = f"{'an integer of ' if is_whole else ''}at least {least}"
         wanted += "" if below == math.inf else f", below {below}"

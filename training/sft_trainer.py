@@ -4,10 +4,7 @@ import copy
 import json
 import math
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +21,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ..checkpoints.card import CARD_NAME, is_written_by_a_person, provenance, read_card, render, write_card
 from ..checkpoints.files import write_text
+from ..checkpoints.merge import older_names
 from ..generation.threads import sleeping_beside_others
 from ..modeling_wedlm.hub import remove_hub_files
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
@@ -139,7 +137,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
         ours = [DynamicMaskingCallback(), _EveryPassSteps()]
-        with _older_names():
+        with older_names():
             super().__init__(model, parents, callbacks=[*ours, *(callbacks or [])], **data, **rest)
         self.args.assistant_only_loss = args.assistant_only_loss
         prepare_quantized(self.model)
@@ -286,7 +284,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         if not prompts or not self.args.eval_decoding_tokens:
             return {}
         title = "Decoding held-out prompts" if self.is_world_process_zero() and not self.args.disable_tqdm else ""
-        with _older_names():
+        with older_names():
             unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
             with unwrapped as model, self.accelerator.autocast():
                 metrics = decode(model, prompts, self.args.eval_decoding_tokens, self.accelerator.device, title)
@@ -352,7 +350,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         self._log_time = time.perf_counter()
         if self.args.device.type == "cpu":
             keep_freed_memory()
-        with _older_names():
+        with older_names():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()
         return output
@@ -361,14 +359,6 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         """The parent's, which also compares the adapters."""
         super().check_checkpoint(checkpoint)
         check_same_adapter(checkpoint, getattr(self.model, "peft_config", {}))
-
-
-@contextmanager
-def _older_names() -> Iterator[None]:
-    """Inside, transformers does not warn of the names by which TRL and PEFT switch activation checkpointing."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
-        yield
 
 
 def _by_name(eval_dataset: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft 
 dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
 `wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
 
-The published LoRAs beside this file are decoded, or with `--run` each fine-tune that train.py wrote into a folder.
-Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value, a
-solution if its last number has.
+The published LoRA beside this file (`wedlm`) is decoded, or with `--run` each fine-tune that train.py wrote into a
+folder. Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value,
+a solution if its last number has.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from wedlm_hf.eval.prompts import Prompt
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 import data  # noqa: E402
-from train import METHODS, RUN, whole_model  # noqa: E402
+from train import METHODS, PUBLISHED, whole_model  # noqa: E402
 
 ADAPTER = HERE.parent / "smollm2"
 METRICS = {"extraction": "json", "reasoning": "number"}
@@ -50,11 +50,11 @@ def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     if "sft" in models:
         found["sft ar"] = {"model": models["sft"]}  # a stock class, which knows no strategy
-        found["sft+adapter exact"] = {"model": models["sft+adapter"], **DECODERS[EXACT]}
+        found["sft+adapter exact"] = {"model": models.get("sft+adapter"), **DECODERS[EXACT]}
     if "wedlm" in models:
         found["wedlm ar"] = {"model": models["wedlm"], **DECODERS[AR]}
         found["wedlm exact"] = {"model": models["wedlm"], **DECODERS[EXACT]}
-        found["wedlm+adapter exact"] = {"model": models["wedlm+adapter"], **DECODERS[EXACT]}
+        found["wedlm+adapter exact"] = {"model": models.get("wedlm+adapter"), **DECODERS[EXACT]}
         middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
         found["wedlm block"] = {"model": models["wedlm"], **DECODERS[BLOCK], **middle}
         for tau, penalty in product(THRESHOLDS, PENALTIES):
@@ -63,7 +63,7 @@ def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load(run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
+def load(run: Path | None, dtype: str, with_adapter: bool) -> tuple[dict[str, Any], Any]:
     """The models by name, and their tokenizer. Raises `OSError` where nothing was trained."""
     models: dict[str, Any] = {}
     loras = HERE if run is None else run
@@ -72,11 +72,12 @@ def load(run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
         command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {loras}"
         raise OSError(f"There are no weights in {loras}: `{command}` trains them.")
     for method in trained:
-        path = str(whole_model(method, loras / method, run or RUN))
+        path = str(whole_model(method, loras / method, run or PUBLISHED))
         tokenizer = load_tokenizer(path)
         models[method] = load_model(path, dtype=dtype)
-        models[f"{method}+adapter"] = load_model(path, dtype=dtype)
-        load_mask_adapter(models[f"{method}+adapter"], ADAPTER, any_base=True)
+        if with_adapter:
+            models[f"{method}+adapter"] = load_model(path, dtype=dtype)
+            load_mask_adapter(models[f"{method}+adapter"], ADAPTER, any_base=True)
     return models, tokenizer
 
 
@@ -107,11 +108,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="DECODER", help="these rows of the table alone")
     parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published LoRAs")
+    parser.add_argument("--run", type=Path, help="a folder of train.py; default: the published LoRA")
     parser.add_argument("--draw", type=Path, nargs="+", help="draw what earlier calls printed with --json, and stop")
     options = parser.parse_args()
     if options.draw:
-        picture = (options.run or RUN) / "compare.png"
+        picture = (options.run or PUBLISHED) / "compare.png"
         draw([json.loads(file.read_text(encoding="utf-8")) for file in options.draw], picture)
         print(f"Drawn in {picture}.")
         return
@@ -119,7 +120,8 @@ def main() -> None:
         parser.error("--task is needed: extraction or reasoning")
     data.check()
     problems = data.held_out_problems(options.task, options.count, options.seed)
-    models, tokenizer = load(options.run, options.dtype)
+    with_adapter = options.only is None or any("+adapter" in name for name in options.only)
+    models, tokenizer = load(options.run, options.dtype, with_adapter)
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
     asked = decoders(models)
     if unknown := [name for name in options.only or () if name not in asked]:

@@ -12,7 +12,8 @@ of them masked from a random token to their end, as decoding meets them, and two
     python examples/real-wedlm/train.py --minutes 600
     python examples/real-wedlm/train.py --method sft --minutes 600
 
-Hardware: two CPU cores make 8 examples in some 25 seconds. The published LoRAs are in the folders beside this file.
+Hardware: two CPU cores make 8 examples in some 25 seconds. The published LoRA is in the folder `wedlm` beside this
+file.
 """
 
 import argparse
@@ -20,16 +21,18 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -39,6 +42,7 @@ from trl import SFTConfig, SFTTrainer
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.checkpoints.loading import load_model
+from wedlm_hf.checkpoints.merge import merge_adapter
 from wedlm_hf.modeling_wedlm.convert import convert
 from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
 
@@ -48,7 +52,7 @@ import data  # noqa: E402
 from smollm2 import FOLDER, fetch  # noqa: E402
 
 METHODS = ("wedlm", "sft")
-RUN = Path("build/real-wedlm")
+PUBLISHED, RUN = Path("build/real-wedlm"), Path("build/real-wedlm-run")  # whole models: published, of a run
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 BOTH: dict[str, Any] = {
     "learning_rate": 2.5e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10, "weight_decay": 0.0,
@@ -101,13 +105,23 @@ class Minutes(TrainerCallback, ExportableState):
         return float(state["stateful_callbacks"][Minutes.__name__]["attributes"]["seconds"])
 
 
+def write(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a checkpoint: all of it, or nothing where that is interrupted."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as unfinished:
+        made = Path(unfinished, folder.name)
+        tokenizer.save_pretrained(made)
+        model.save_pretrained(made)
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+
+
 def base(folder: Path) -> Path:
     """The base as a WeDLM checkpoint, converted once."""
     wanted = folder / "base"
-    if not (wanted / "config.json").exists():
+    if not wanted.exists():
         conversion = convert(str(fetch(FOLDER)))
-        conversion.tokenizer.save_pretrained(wanted)
-        conversion.model.float().save_pretrained(wanted)
+        write(conversion.model.float(), conversion.tokenizer, wanted)
     return wanted
 
 
@@ -177,11 +191,10 @@ def whole_model(method: str, lora: Path, folder: Path) -> Path:
         model: Any = WeDLMForCausalLM.from_pretrained(base(folder), dtype=torch.float32)
         if method == "sft":
             model = load_model(str(fetch(FOLDER)), dtype=torch.float32)
-        merged = PeftModel.from_pretrained(model, lora).merge_and_unload()
+        merged = merge_adapter(model, lora)
         if method == "wedlm":
             merged.config.masks_trained = True  # which the base's are not
-        tokenizer.save_pretrained(wanted)
-        merged.save_pretrained(wanted)
+        write(merged, tokenizer, wanted)
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""What was measured is remembered for what they depend on."""
+"""What was measured is remembered for what it depends on."""
 
 import pytest
 

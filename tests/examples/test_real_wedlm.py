@@ -71,6 +71,19 @@ def test_a_folder_without_weights_is_told_with_the_command_that_trains_them(tmp_
     assert result.returncode and result.stderr.rstrip().endswith(f"There are no weights in {tmp_path}: {wanted}")
 
 
+@pytest.mark.slow
+def test_the_published_lora_turns_messages_into_json_as_ar_does_in_fewer_forwards():
+    root = Path(data.__file__).parents[2]
+    command = [sys.executable, "examples/real-wedlm/compare.py", "--task", "extraction", "--count", "2", "--json"]
+    result = subprocess.run([*command, "--only", "wedlm ar", "wedlm exact"], cwd=root, capture_output=True, text=True)
+    if "cannot be fetched" in result.stderr:
+        pytest.skip("no package index")
+    assert not result.returncode, result.stderr
+    assert "Warning" not in result.stderr
+    ar, exact = json.loads(result.stdout)
+    assert exact["right"] == ar["right"] and exact["tokens_per_forward"] > 2
+
+
 def test_bad_requests_are_refused():
     with pytest.raises(ValueError, match="`task` must be one of"):
         data.held_out_problems("poetry", 1, 0)
