@@ -19,7 +19,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..generation.state import keeps_state
 from ..generation.threads import sleeping_beside_others
-from ..training.cpu import keep_freed_memory
 from ..training.saving import ResumableTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .attach import attached_in, check_answers, save_mask_adapter
@@ -115,8 +114,6 @@ class MaskAdapterTrainer(ResumableTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's, for the masks. Then one process trains the root head for all: [`ROOT_ROWS`] rows for each mask
         row of a process. Checkpoints have it as before."""
-        if self.args.device.type == "cpu":
-            keep_freed_memory()
         distillation = self.accelerator.unwrap_model(self.model)
         root_head = distillation.model.mask_adapter.root_head
         root = [] if root_head is None else list(root_head.parameters())

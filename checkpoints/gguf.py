@@ -1,7 +1,6 @@
 """GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,6 +21,8 @@ _STATED = {
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
+# What was made within [`parsed_once`], by folder and options.
+_TOKENIZERS: dict[tuple[str, str], PreTrainedTokenizerBase] = {}
 
 
 @contextmanager
@@ -40,7 +41,6 @@ def parsed_once() -> Iterator[None]:
         (gguf, "GGUFReader", lru_cache(_reader_class(gguf.GGUFReader))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
         (reading, "_gguf_parse_value", _parsing_once(reading._gguf_parse_value)),
-        (sys.modules[__name__], "read_gguf_tokenizer", _made_once(read_gguf_tokenizer)),
     ]
     own = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, value in instead:
@@ -50,19 +50,7 @@ def parsed_once() -> Iterator[None]:
     finally:
         for module, name, value in own:
             setattr(module, name, value)
-
-
-def _made_once(read: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which remembers what it made with the same options, whatever these are."""
-    made: dict[tuple[str, str], Any] = {}
-
-    def remembering(folder: str, **options: Any) -> Any:
-        key = folder, repr(options)
-        if key not in made:
-            made[key] = read(folder, **options)
-        return made[key]
-
-    return remembering
+        _TOKENIZERS.clear()
 
 
 def _reader_class(kind: Any) -> Any:
@@ -151,10 +139,13 @@ def load_gguf_model(source: str, gguf_file: str, revision: str | None) -> tuple[
 
 
 def read_gguf_tokenizer(folder: str, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file, with a padding token of its own; `options` as transformers takes them."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
-    _set_padding(tokenizer)
-    return tokenizer
+    """The tokenizer of a GGUF file, with a padding token of its own; `options` as transformers takes them. To be
+    called within [`parsed_once`]."""
+    key = folder, repr(options)
+    if key not in _TOKENIZERS:
+        _TOKENIZERS[key] = AutoTokenizer.from_pretrained(folder, **options)
+        _set_padding(_TOKENIZERS[key])
+    return _TOKENIZERS[key]
 
 
 def _set_padding(tokenizer: PreTrainedTokenizerBase) -> None:

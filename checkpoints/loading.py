@@ -18,9 +18,8 @@ import torch
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from . import gguf
 from .find import ADAPTER_FILE, CONFIG_FILE, check_json, find_checkpoint, find_file, is_adapter, reading
-from .gguf import end_token_ids, load_gguf_model, parsed_once, read_gguf_config, split_source
+from .gguf import end_token_ids, load_gguf_model, parsed_once, read_gguf_config, read_gguf_tokenizer, split_source
 from .packed import PACKINGS, forget_gguf, pack, use_fastest
 
 FASTEST = "fastest"
@@ -127,7 +126,7 @@ def load_tokenizer(
         options["gguf_file"] = gguf_file
     check_json(Path(folder, subfolder), "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     with reading(f"The tokenizer of {name!r}"):
-        make: Any = AutoTokenizer.from_pretrained if gguf_file is None else gguf.read_gguf_tokenizer
+        make: Any = AutoTokenizer.from_pretrained if gguf_file is None else read_gguf_tokenizer
         tokenizer: PreTrainedTokenizerBase = make(folder, **found | options)
         tokenizer("?", verbose=False)
     with reading(f"The chat template of {name!r}"):

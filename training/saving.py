@@ -17,6 +17,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
+from .cpu import keep_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class ResumableTrainer(Trainer):
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if resume_from_checkpoint:
             self.check_checkpoint(Path(resume_from_checkpoint))
+        if self.args.device.type == "cpu":
+            keep_freed_memory()
         with self._only_writer():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

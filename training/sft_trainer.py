@@ -26,7 +26,6 @@ from ..generation.threads import sleeping_beside_others
 from ..modeling_wedlm.hub import remove_hub_files
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
-from .cpu import keep_freed_memory
 from .examples import Preparation, first_example
 from .metrics import decode, divide, evaluation_sums, masks_are_ready, prompt_of
 from .model import prepare_model, prepare_quantized
@@ -348,8 +347,6 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""
         self._log_time = time.perf_counter()
-        if self.args.device.type == "cpu":
-            keep_freed_memory()
         with older_names():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()

@@ -188,10 +188,8 @@ def whole_model(method: str, lora: Path, folder: Path) -> Path:
     written, made = wanted / "model.safetensors", lora / "adapter_model.safetensors"
     if not written.exists() or written.stat().st_mtime < made.stat().st_mtime:
         tokenizer = AutoTokenizer.from_pretrained(base(folder))
-        model: Any = WeDLMForCausalLM.from_pretrained(base(folder), dtype=torch.float32)
-        if method == "sft":
-            model = load_model(str(fetch(FOLDER)), dtype=torch.float32)
-        merged = merge_adapter(model, lora)
+        source = base(folder) if method == "wedlm" else fetch(FOLDER)
+        merged = merge_adapter(load_model(str(source), dtype=torch.float32), lora)
         if method == "wedlm":
             merged.config.masks_trained = True  # which the base's are not
         write(merged, tokenizer, wanted)
