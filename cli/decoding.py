@@ -22,7 +22,7 @@ from .options import (
     has_no_chat_template,
     loading_shown,
 )
-from .settings import check_settings
+from .settings import checked
 
 if TYPE_CHECKING:
     from ..eval.request import AnswerRequest
@@ -123,7 +123,7 @@ def _asked(
 )
 def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
     """Speed and quality against AR decoding: one table, one figure, on one page."""
-    request = replace(request, settings=check_settings(request.settings, "wedlm"))
+    request = replace(request, settings=checked(request.settings))
     prompts, source = request.prompts()
     from ..eval.report.run import run
 

@@ -20,7 +20,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from ..checkpoints import NANO
 from ..console.prompts import DEMO_PROMPTS, Turns, is_unicode, read_rows, read_text
 from ..eval.report.request import check_temperature
-from .settings import check_settings, parse_settings
+from .settings import checked, parse_settings
 
 MODEL_HELP = "Folder or Hub id of a model, or a GGUF file; folder of an adapter. Default: wedlm-nano."
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -174,25 +174,20 @@ class DecodingOptions:
         check_temperature(self.temperature)
 
     def keywords(self) -> dict[str, Any]:
-        """What was given, as keywords of `generate`. Raises `ValueError` for settings that commands cannot honour,
-        and those of parallel decoding that are out of range, before any weights are read."""
+        """What was given, as keywords of `generate`. Raises `ValueError` for `--set` where a setting has an option of
+        its own, and as [`checked`]."""
         own = {field.name for field in fields(self)} - {"sample", "seed", "settings"}
         if repeated := own & self.settings.keys():
             option = min(repeated).replace("_", "-")
             raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
-        from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings, is_left_out
+        from ..generation.settings import ENTROPIES
 
-        given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
-        given |= check_settings(self.settings, self.strategy) if self.settings else {}
-        if self.strategy == "block" or {"entropy_threshold", "distance_penalty"} & given.keys():
+        given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None} | self.settings
+        if self.strategy == "block" or {*ENTROPIES} & given.keys():
             given.setdefault("verification", "none")  # the only decoder that reads them
-        is_known = self.strategy != "wedlm" or self.verification == "none"  # else the default is the checkpoint's
-        unread = WeDLMGenerationSettings(strategy=self.strategy).unread() if is_known else ()
-        for name in (name for name, value in given.items() if name in unread and not is_left_out(value)):
-            how = "--verification none" if self.strategy == "wedlm" else f"--strategy {self.strategy}"
-            raise ValueError(f"`{name}={given[name]!r}` has no meaning with `{how}`.")
-        WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
-        return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
+        if self.sample or self.temperature is not None:
+            given["do_sample"] = True
+        return checked(given)
 
 
 def has_no_chat_template(tokenizer: Any, checkpoint: str | None) -> bool:

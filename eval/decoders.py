@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
+from ..generation.settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
 
 Options = Mapping[str, Any]  # keywords of `generate`
 
@@ -21,8 +21,6 @@ LOOKUP = "ar+lookup"  # assisted decoding of transformers: drafts are copied fro
 
 COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_lookup_num_tokens": 4}}
 """The [`DECODERS`] and what else there is to compare them with."""
-
-FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the settings that are tried: W, τ, λ
 
 
 def decoder_of(options: Options, model: Any) -> str:
@@ -58,7 +56,7 @@ def candidates(
     for decoder in decoders:
         tried = (windows, thresholds, penalties) if decoder in (BLOCK, WEDLM) else ((), (), ())
         for values in itertools.product(*(each or [None] for each in tried)):
-            given = [each for each in zip("Wτλ", FIELDS, values, strict=True) if each[2] is not None]
+            given = [each for each in zip("Wτλ", WINDOW_SETTINGS, values, strict=True) if each[2] is not None]
             options = {**COMPARED[decoder], **{field: value for _, field, value in given}}
             WeDLMGenerationSettings(**{name: value for name, value in options.items() if name in SETTING_NAMES})
             shown = [f"{symbol}={value:g}" for symbol, _, value in given]

@@ -110,7 +110,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         # What a checkpoint stores of the window was chosen for the decoder that it stores.
         stored = getattr(self.generation_config, "verification", None) or "none"
         if (getattr(generation_config, "verification", None) or "none") != stored:
-            for name in WINDOW_SETTINGS - ours.keys() - passed:
+            for name in {*WINDOW_SETTINGS} - ours.keys() - passed:
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
         is_static = getattr(generation_config, "cache_implementation", None) == "static"

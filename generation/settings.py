@@ -153,5 +153,5 @@ def _is_cost(value: Any) -> bool:
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))
-# Those that are chosen for one kind of verification.
-WINDOW_SETTINGS = frozenset({"window_size", *ENTROPIES})
+# W, τ and λ: they are chosen for one kind of verification.
+WINDOW_SETTINGS = ("window_size", *ENTROPIES)

@@ -41,9 +41,9 @@ from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
-from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.generation import WeDLMGenerationSettings
+from wedlm_hf.generation.settings import WINDOW_SETTINGS
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
@@ -379,7 +379,7 @@ def test_the_card_of_nano_shows_the_stored_report_with_every_task():
     (table,) = re.findall(r"^\| decoder .*\n(?:\|.*\n)+", report, flags=re.MULTILINE)
     assert table in card
     stored = json.loads((NANO / "generation_config.json").read_text())
-    window, threshold, penalty = (stored[name] for name in FIELDS)
+    window, threshold, penalty = (stored[name] for name in WINDOW_SETTINGS)
     assert f"W = {window}, τ = {threshold:g}, λ = {penalty:g}." in report
     assert f"Settings: window {window}, τ = {threshold:g}, λ = {penalty:g}," in card
     rows = re.findall(r"^\| (\w+) \| `", card, flags=re.MULTILINE)

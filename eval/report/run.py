@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...checkpoints.files import write_text
-from ...generation.settings import WeDLMGenerationSettings
+from ...generation.settings import WINDOW_SETTINGS, WeDLMGenerationSettings
 from ...generation.state import keeps_state
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..compare import advice
-from ..decoders import AR, BLOCK, EXACT, FIELDS, LOOKUP, WEDLM, Options, candidates
+from ..decoders import AR, BLOCK, EXACT, LOOKUP, WEDLM, Options, candidates
 from ..measure import agreeing_tokens, environment, fingerprint, measure
 from ..prompts import Prompt, answer_limit, encode_prompt
 from ..table import COUNTED, TIMED, mark_same, summarise, summarise_tasks
@@ -48,7 +48,7 @@ def run(
     how: dict[str, Any] = {"batch_size": request.batch_size, "repeats": request.repeats, "title": "decoding"}
     rows = pd.DataFrame(measure(model, tokenizer, encoded, decoders, **how))
     table = tabulate(_judged(rows, model, encoded, request.temperature is None), request.temperature is None)
-    settings = pd.DataFrame.from_dict(options, orient="index").reindex(columns=[*FIELDS])
+    settings = pd.DataFrame.from_dict(options, orient="index").reindex(columns=[*WINDOW_SETTINGS])
     overall = table.xs(ALL_TASKS, level="task")
     said = advice(overall, {name: {"model": model, **own} for name, own in decoders.items()})
     counts = Counter(prompt.task for prompt in encoded)
@@ -72,7 +72,7 @@ def run(
     )
     if request.save_settings and report.picked:
         stored = vars(WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config))
-        chosen = {name: options[report.picked].get(name, stored[name]) for name in FIELDS}
+        chosen = {name: options[report.picked].get(name, stored[name]) for name in WINDOW_SETTINGS}
         write_settings(path := Path(request.model) / "generation_config.json", {**chosen, "verification": "none"})
         report.notes.append(f"{path} now has {', '.join(f'{name} = {value}' for name, value in chosen.items())}.")
     write_report(report, request.output)

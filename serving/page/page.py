@@ -23,13 +23,13 @@ from ...console.streaming import AnswerStreamer
 from ...eval.decoders import AR, DECODERS, EXACT, decoder_of, with_asked
 from ...eval.trace.page import render, to_json
 from ...eval.trace.record import record_prompt, settings_in_effect, trace_of
+from ...generation.settings import WINDOW_SETTINGS
 from ..calls import Asked, CallManager, RequestError, as_request_error, log
 from ..endpoints import Endpoint, ServedModel
 
 FOLDER = Path(__file__).parent
 REPLAYS = 4  # that are recorded at a time; their `generate` calls take turns
 SMALL = 50_000_000  # weights up to which an answer is timed once more without being recorded
-SHOWN = ("window_size", "entropy_threshold", "distance_penalty")  # settings that the page has sliders for
 QUESTIONS = (
     "Why is the sky blue?",
     "Write a Python function that reverses a string.",
@@ -62,7 +62,7 @@ def about(served: ServedModel) -> dict[str, Any]:
         unread = settings.unread(model.has_mask_adapter)
         decoders[name] = {"fields": DECODERS[name], "settings": {
             field: min(value, 1e300) if (value := getattr(settings, field)) is not None else None
-            for field in SHOWN if field not in unread
+            for field in WINDOW_SETTINGS if field not in unread
         }}  # fmt: skip
     config, is_toy = model.generation_config, model.config.name_or_path == str(NANO)
     return {

@@ -166,8 +166,8 @@ WRONG = {
     "generate hi --temperature 0": "`--temperature` must be above 0 and finite, got 0.0: greedy is the default.",
     "serve m --temperature nan": "`--temperature` must be above 0 and finite, got nan: greedy is the default.",
     "generate hi --max-new-tokens 0": "`--max-new-tokens` must be at least 1, got 0.",
-    "generate hi --set top_k=abc": "`--set top_k=…` must be an integer of at least 0, got 'abc'.",
-    "report --output out --set top_k=abc": "`--set top_k=…` must be an integer of at least 0, got 'abc'.",
+    "generate hi --set top_k=abc": "`top_k` has to be a strictly positive integer, but is abc",
+    "report --output out --set top_k=abc": "`top_k` has to be a strictly positive integer, but is abc",
     "generate ' '": "A prompt must not be empty.",
     "generate hi --model none.gguf": "There is no GGUF file 'none.gguf'.",
     "generate hi --model prompts.txt": "The checkpoint must be a folder or a Hub id, got the file 'prompts.txt'.",
@@ -189,8 +189,13 @@ WRONG = {
     "generate hi --set window": "`--set` takes NAME=VALUE, got 'window'.",
     "generate hi --set windw_size=3": "`--set windw_size=…`: `generate` has no setting of this name.",
     "generate hi --set top_k=3 --set top-k=4": "`--set top_k=…` was given twice.",
-    "generate hi --set pad_token_id=x": "`--set pad_token_id=…` must be an integer of at least 0, got 'x'.",
-    "generate hi --set suppress_tokens=5": "`--set suppress_tokens=…` must be a JSON list of token ids, got 5.",
+    "generate hi --set pad_token_id=x": "`--set pad_token_id=…` must be a token id or a JSON list of them, got 'x'.",
+    "generate hi --set suppress_tokens=5": "`suppress_tokens=5`: 'int' object is not iterable",
+    "generate hi --set top_p=95": "`--set top_p=…` must be at most 1, got 95.",
+    "generate hi --set do_sample=yes": "`--set do_sample=…` must be true or false, got 'yes'.",
+    "generate hi --strategy ar --set max_time=10s": "`max_time='10s'`: ",
+    "generate hi --strategy ar --set max_matching_ngram_size=3": "needs `--set prompt_lookup_num_tokens=…`, too.",
+    "generate hi --set use_cache=false": "`use_cache=False` is not supported with `strategy='wedlm'`",
     "generate hi --set do_sample=false --set top_k=5": "`do_sample` is not set to `True`. However, `top_k` is set",
     "generate hi --set window_size=3": "this setting has an option of its own, `--window-size`.",
     "generate \udcff": "A prompt must be UTF-8 text, got '\\udcff'.",
@@ -198,8 +203,12 @@ WRONG = {
     "generate --file -": "There is no prompt in standard input.",
     "generate --file latin.txt": "The text of 'latin.txt' is not UTF-8: ",
     **{  # before a model is looked for
-        f"generate hi --model ./missing {how} --set slot_cost=0.1": f"`slot_cost=0.1` has no meaning with `{how}`."
-        for how in ("--strategy ar", "--strategy block", "--verification none")
+        f"generate hi --model ./missing {how} --set slot_cost=0.1": f"`slot_cost=0.1` {said}"
+        for how, said in {
+            "--strategy ar": "has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.",
+            "--strategy block": "goes with `verification='exact'`",
+            "--verification none": "goes with `verification='exact'`",
+        }.items()
     },
     "generate --trace x.html --strategy ar hi": "`--strategy` must be wedlm or block, got 'ar'.",
     "generate --trace prompts.txt --trace ./link.txt hi": "'prompts.txt' is named twice",
