@@ -6,6 +6,7 @@ from typing import Any
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
+SPACE = r"\s*"  # in front of a delimiter
 STOCK_TYPE = {"wedlm": "qwen3"}  # whose messages a model writes
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -88,13 +89,22 @@ _FORMS: dict[str, str | dict[str, Any]] = {
 
 def message_form(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     """The `response_template` of a model: its own, or else by marks in its chat template, or by its type."""
+    form: Any = None
     if getattr(tokenizer, "response_template", None) is None:
         written = str(tokenizer.chat_template or "")
-        found = next(
-            (form for mark, form in _FORMS.items() if mark in written), STOCK_TYPE.get(model_type, model_type)
-        )
-        if isinstance(found, dict):
-            return found
-        model_type = found
-    config = SimpleNamespace(model_type=model_type)
-    return get_response_template(tokenizer, SimpleNamespace(config=config))  # type: ignore[arg-type]
+        form = next((form for mark, form in _FORMS.items() if mark in written), STOCK_TYPE.get(model_type, model_type))
+    if not isinstance(form, dict):
+        config = SimpleNamespace(model_type=form)
+        form = get_response_template(tokenizer, SimpleNamespace(config=config))  # type: ignore[arg-type]
+    return form and form | {"fields": {name: _linear(field) for name, field in form["fields"].items()}}
+
+
+def _linear(field: dict[str, Any]) -> dict[str, Any]:
+    """A field whose delimiters are found in time that grows with the text alone: white space in front of one would be
+    read anew from each of its characters, as many as a model may write."""
+    rests = {
+        key: field[key].removeprefix(SPACE)
+        for key in ("open_pattern", "close_pattern")
+        if field.get(key, "").startswith(SPACE)
+    }
+    return field | {key: rf"(?<!\s)\s++(?:{rest})|{rest}" for key, rest in rests.items()}

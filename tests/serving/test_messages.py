@@ -1,6 +1,7 @@
 """Whatever a model writes, the client gets an answer; no message that a client sends disappears."""
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from wedlm_hf.serving.forms import message_form
 from wedlm_hf.serving.message import CallParser, MessageParser, PlainParser
 
 TOKENIZER = tiny_tokenizer()
-FALLBACKS = {names[0]: template for names, template in _RESPONSE_TEMPLATE_FALLBACKS.items()}
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if "training" not in path.stem]
 # What chat templates hold that transformers has no form for, by the type of the model.
@@ -42,7 +42,8 @@ def form_of(template, model_type):
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
-FORMS = FALLBACKS | {name: form_of(template, name) for name, template in LATER.items()}
+FALLBACKS = {names[0]: "" for names in _RESPONSE_TEMPLATE_FALLBACKS}
+FORMS = {name: form_of(template, name) for name, template in (FALLBACKS | LATER).items()}
 PARSERS = {
     **{name: partial(MessageParser, load_response_template(form), "", TOOLS) for name, form in FORMS.items()},
     "plain": PlainParser,
@@ -130,6 +131,21 @@ def test_a_call_that_is_cut_is_no_call():
     xml = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
     for limit in range(1, len(TOKENIZER(xml).input_ids)):  # its beginning would be a call with fewer arguments
         assert all(isinstance(item, str) for item in answered(xml, PARSERS["qwen3_5"], limit=limit)[0])
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_white_space_is_read_once_however_long_it_is(name):
+    """Else each of these would take half a minute, in which no other thread has a turn."""
+    sent = []
+    answer = Answer(
+        Asked([1], GenerationConfig(max_new_tokens=9), {}, parser=PARSERS[name]), "id", TOKENIZER, sent.append, 0
+    )
+    start = time.thread_time()
+    for text in ("Hi", " " * 40000, "\n" * 40000, "Hi"):
+        answer._read(text)
+    answer.finish("stop")
+    assert "".join(item for _, item, _ in sent if item).split() == ["Hi", "Hi"]
+    assert time.thread_time() - start < 2
 
 
 N3 = [ToolCall("f", '{"n": 3}')]
