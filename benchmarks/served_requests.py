@@ -5,6 +5,9 @@
 Clients send fields that are null, odd or huge, seeds beside none, bytes that are no character, and go away in the
 middle. Every answer that a request determines is compared with that of `generate`, and asked for whole and streamed;
 memory is looked at in between, that of the server, which is a process of its own, and that of the clients.
+
+A client waits as long as the server answers others: how long its turn takes depends on the machine. That nobody is
+answered for five minutes is a fault, which ends the run.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 
 DECODERS: list[dict[str, Any]] = [{"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}, {}]
+PATIENCE = 300  # seconds without an answer to anyone
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 ODD: list[Any] = [None, 0, -1, "", False, True, [], {}, 1e300, 10**30, "x" * 5000, [None], {"a": [1]}, "\ud800", 0.5]
 
@@ -93,7 +97,7 @@ def send(port: int, path: str, body: dict[str, Any], leaves: bool) -> tuple[int,
     data = json.dumps(body).encode()
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(asked, timeout=0.3 if leaves else 300) as response:
+        with urllib.request.urlopen(asked, timeout=0.3 if leaves else None) as response:
             text = response.read(200 if leaves else None).decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -122,6 +126,17 @@ def expected(model: Any, tokenizer: Any, path: str, body: dict[str, Any]) -> str
     stops = body.get("stop") or []
     places = [text.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
     return str(text[: min((place for place in places if place >= 0), default=len(text))])
+
+
+def sent(pool: ThreadPoolExecutor, port: int, asked: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, str]]:
+    """What came back to requests, all sent at once. Raises `TimeoutError` where nobody is answered any more."""
+    answers = [pool.submit(send, port, path, body, kind == "leaves") for path, body, kind in asked]
+    waiting = set(answers)
+    while waiting:
+        done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError(f"{len(waiting)} requests are not answered, and nobody was for {PATIENCE} seconds")
+    return [answer.result() for answer in answers]
 
 
 def with_twins(asked: list[tuple[str, dict[str, Any], str]]) -> list[tuple[str, dict[str, Any], str]]:
@@ -167,7 +182,11 @@ def main() -> None:
     found: list[Any] = []
     for start in range(0, len(asked), 200):
         with ThreadPoolExecutor(options.clients) as pool:
-            found += pool.map(lambda one: send(port, one[0], one[1], one[2] == "leaves"), asked[start : start + 200])
+            try:
+                found += sent(pool, port, asked[start : start + 200])
+            except TimeoutError:
+                server.kill()  # else those who wait would keep this process
+                raise
         held = f"the server {memory(server.pid):.0f} MiB, the clients {memory(os.getpid()):.0f}"
         print(f"{len(found)} requests, {held}", flush=True)
     known: dict[str, str] = {}
