@@ -123,6 +123,7 @@ class Answer:
 
     def __init__(self, asked: Asked, request_id: str, tokenizer: Any, send: Callable[[Any], Any], index: int):
         self.asked, self.request_id, self.send, self.index = asked, request_id, send, index
+        self.kind = asked.kind  # which may take its time, unlike the thread of the calls
         self.is_cancelled = threading.Event()  # the client has gone, or the server ends
         self.is_over = False
         self.has_calls = False
@@ -337,7 +338,7 @@ class CallManager:
         with self.lock:
             self.waiting.sort(key=lambda answer: answer.index // LARGEST_BATCH)  # stable
             found = [answer for answer in self.waiting if answer.is_short or not is_short]
-            batch = [answer for answer in found if answer.asked.kind == found[0].asked.kind][:LARGEST_BATCH]
+            batch = [answer for answer in found if answer.kind == found[0].kind][:LARGEST_BATCH]
             self.waiting = [answer for answer in self.waiting if answer not in batch]
         return batch
 
@@ -348,7 +349,7 @@ class CallManager:
             answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
         try:
             if batch:
-                self._generate(batch)
+                self._generate(batch, is_short)
         except Exception as error:
             log.exception("a call failed")
             for answer in batch:
@@ -359,15 +360,13 @@ class CallManager:
         if self.waiting:
             self._answer_next(is_short=True)
 
-    def _generate(self, batch: list[Answer]) -> None:
+    def _generate(self, batch: list[Answer], is_let_in: bool = False) -> None:
         asked, start = batch[0].asked, time.perf_counter()
         config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
-        # A seed is for all random numbers of its call, a time for all that happens in it, and a static cache is the
-        # model's only one.
-        own = asked.seed, config.max_time, config.cache_implementation
         is_long = not all(answer.is_short for answer in batch)
-        streamer = Batch(batch, self._let_in) if is_long and own == (None, None, None) else Batch(batch)
+        has_room = is_long and config.cache_implementation is None  # a static cache is the model's only one
+        streamer = Batch(batch, self._let_in) if has_room else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         if processors := asked.processors:
             keywords["logits_processor"] = processors
@@ -376,10 +375,12 @@ class CallManager:
             hook = self.model.register_forward_hook(streamer.take_logits)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
-            # What a seed does to the generators of this process ends with its call.
-            with torch.random.fork_rng(devices, enabled=asked.seed is not None):
+            # What a seed does to the generators of this process ends with its call, and reaches none that is let in.
+            with torch.random.fork_rng(devices, enabled=asked.seed is not None or is_let_in):
                 if asked.seed is not None:
                     torch.manual_seed(asked.seed)
+                elif is_let_in:
+                    torch.seed()
                 prompts = pad_left([a.asked.prompt for a in batch], config.pad_token_id or 0, self.model.device)
                 try:
                     self.model.generate(**prompts, **keywords, streamer=streamer)
@@ -387,18 +388,18 @@ class CallManager:
                     if hook is not None:
                         hook.remove()
         except Exception as error:
-            self._fail(batch, error)
+            self._fail(batch, error, is_let_in)
         else:
             _finish(batch, time.perf_counter() - start)
 
-    def _fail(self, batch: list[Answer], error: Exception) -> None:
+    def _fail(self, batch: list[Answer], error: Exception, is_let_in: bool) -> None:
         """Answers of a batch that failed are tried again one by one: what one is to blame for concerns no other."""
         unfinished = [answer for answer in batch if not answer.is_over]
         if len(batch) > 1:
             for answer in unfinished:
                 answer.replayed, answer.chances = list(answer.tokens), []
                 answer.forwards = answer.drafted = answer.accepted = 0
-                self._generate([answer])
+                self._generate([answer], is_let_in)
             return
         if not isinstance(error, ValueError):
             log.error("%s: failed", batch[0].request_id, exc_info=error)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..generation.versions import named_thoughts
-from ..training.written import missing_piece, squeezed
+from ..training.written import pieces, spellings, squeezed
 from .calls import RequestError
 from .limits import LineCounter
 from .message import THOUGHTS
@@ -16,8 +16,37 @@ Message = dict[str, Any]
 UNWRITTEN = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS}
 # What templates call their switch for thoughts, where they have one.
 SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
-NEAR = 2000  # characters that a template may write between two messages
+NEAR = 2000  # characters that templates write between two messages
+MOST_COMPARED = 2**29  # characters: about a second
+MARK = re.compile(r"<mark-[\d.]+>")
 EFFORT = re.compile(rf"(?<![.\w'\"])({'|'.join(SWITCHES)})(?![\w'\"])")
+
+
+class Prompt:
+    """What a template wrote. Each piece of a chat is looked for near the one before: where a template keeps their
+    order, what is compared grows with the length of the chat alone, and elsewhere it has a limit."""
+
+    def __init__(self, text: str):
+        self.text, self.place, self.left = squeezed(text), 0, MOST_COMPARED
+
+    def holds(self, piece: str) -> bool:
+        """Whether a piece is there, in any spelling. Raises `RequestError` once too much was compared."""
+        wanted = list(dict.fromkeys(spellings(piece)))
+        longest, size = max(map(len, wanted)), NEAR
+        while True:
+            behind = self.place, self.place + size + longest
+            before = max(0, self.place - size), self.place + longest
+            for begin, end in (behind, before):
+                for spelling in wanted:
+                    self.left -= max(1, min(end, len(self.text)) - begin - len(spelling))
+                    if (found := self.text.find(spelling, begin, end)) >= 0:
+                        self.place = found + len(spelling)
+                        return True
+            if self.left < 0:
+                raise RequestError("It takes too long to find these messages in the prompt.", param="messages")
+            if before[0] == 0 and behind[1] >= len(self.text):
+                return False
+            size *= 2
 
 
 class Conversation:
@@ -34,6 +63,7 @@ class Conversation:
         self.words: dict[str, Any] = {}  # keywords of the template
         self.lines = LineCounter()
         self.source = str(tokenizer.get_chat_template(None, tools))
+        self.read = set(re.findall(r"\w+", self.source))
         self.messages: list[Message] = []
         for message in messages:
             self._add(message)
@@ -61,11 +91,14 @@ class Conversation:
         switch = next((name for name in SWITCHES if name in found), None)
         is_off = effort in ("none", "minimal")
         wants = effort is not None and not is_off
-        field = "reasoning_effort" if effort else "chat_template_kwargs"
+        field = "reasoning_effort"
         if effort is not None and switch in words:
             raise RequestError(f"`{field}` sets {switch!r} of the chat template: leave one out.", param=field)
         if wants and switch is None:
             raise RequestError(f"`{field}`: the chat template knows no thoughts.", param=field)
+        if unread := next((name for name, value in words.items() if value and name not in self.read), None):
+            message = f"`chat_template_kwargs`: the chat template does not read {unread!r}."
+            raise RequestError(message, param="chat_template_kwargs")
         self.words = dict(words)
         if switch == "reasoning_effort":
             self.words |= {} if effort is None else {switch: effort}
@@ -104,26 +137,17 @@ class Conversation:
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
 
     def _check(self, text: str) -> None:
-        whole = squeezed(text)
-        marks = [f"<mark-{number}>" if m["content"].strip() else "" for number, m in enumerate(self.messages)]
-        marked = [message | {"content": mark} for message, mark in zip(self.messages, marks, strict=True)]
+        marked, marks = _with_marks(self.messages)
         try:
-            written = set(re.findall(r"<mark-\d+>", self._written(marked)))
+            written = set(MARK.findall(self._written(marked)))
         except RequestError:  # it looks into the texts
-            written = {*marks}
-        # Behind the last text that was found, as templates write messages in their order; characters of those since.
-        place = skipped = 0
-        for number, (message, mark) in enumerate(zip(self.messages, marks, strict=True)):
-            content = squeezed(message["content"])
-            skipped += len(content) + len(str(message.get("tool_calls") or ""))
-            near = whole[place : place + 2 * skipped + NEAR]
-            piece = missing_piece(message, near)
-            if piece is not None:
-                piece, near = missing_piece(message, whole), whole[place:]
-            if content and (found := near.find(content)) >= 0:
-                place, skipped = place + found + len(content), 0
-            if piece is not None or (mark and mark not in written):
-                what = f"{(message['content'] if piece is None else piece)!r:.80}, of the role {message['role']!r}"
+            written = set().union(*marks)
+        prompt = Prompt(text)
+        for number, (message, own) in enumerate(zip(self.messages, marks, strict=True)):
+            piece = next((piece for piece in pieces(message) if not prompt.holds(piece)), None)
+            if piece is not None or not own <= written:
+                said = (message["content"] or str(message.get("tool_calls"))) if piece is None else piece
+                what = f"{said!r:.80}, of the role {message['role']!r}"
                 raise RequestError(
                     f"`messages.{number}`: the chat template leaves {what}, out.", param=f"messages.{number}"
                 )
@@ -136,6 +160,20 @@ class Conversation:
                 place = next(n for n, message in enumerate(self.messages) if message != without[n])
                 field = f"messages.{place}.{name}"
                 raise RequestError(f"`{field}`: the chat template does not write it.", param=field)
+
+
+def _with_marks(messages: Sequence[Message]) -> tuple[list[Message], list[set[str]]]:
+    """The messages with marks in place of texts and of the names of calls, and the marks of each."""
+    marked, marks = [], []
+    for number, message in enumerate(messages):
+        content, calls = f"<mark-{number}>" if message["content"].strip() else "", message.get("tool_calls") or []
+        names = [f"<mark-{number}.{place}>" for place in range(len(calls))]
+        calls = [
+            call | {"function": call["function"] | {"name": name}} for call, name in zip(calls, names, strict=True)
+        ]
+        marked.append(message | {"content": content} | ({"tool_calls": calls} if calls else {}))
+        marks.append({*names, content} - {""})
+    return marked, marks
 
 
 def _parts(message: Message) -> list[Message]:

@@ -128,7 +128,7 @@ class Endpoint:
         """A request, and what it asks for, answer by answer. Raises `RequestError` or `ValueError` for one that cannot
         be honoured. Takes its time: no other request should wait for it."""
         try:
-            fields = json.loads(body)
+            fields = json.loads(body.decode())  # in no other encoding, which would hide what is dear to read
             if isinstance(fields, dict) and isinstance(fields.get("model"), str):
                 self.served.check_name(fields["model"])
             if b"\\ud" in body.lower():  # else all of it is Unicode
@@ -169,9 +169,10 @@ class Endpoint:
         if not is_ordered and (wrong := next((name for name, is_asked in needs.items() if is_asked), None)):
             message = f"`{wrong}` needs each token's predecessors"
             raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=wrong)
-        if request.n > 1:  # a seed gives each its own sample
-            seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
-            asked = [replace(each, seed=seed) for each in asked for seed in seeds]
+        if request.seed is None:
+            asked = [each for each in asked for _ in range(request.n)]
+        elif request.n > 1:  # a seed gives each its own sample
+            asked = [replace(each, seed=request.seed + index) for each in asked for index in range(request.n)]
         if request.likeliest is not None:
             count = sum(each.config.max_new_tokens for each in asked) * (request.likeliest + 1)
             if count > MOST_CHANCES:

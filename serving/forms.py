@@ -6,7 +6,7 @@ from typing import Any
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
-SPACE = r"\s*"  # in front of a delimiter
+SPACE = r"\s*"
 STOCK_TYPE = {"wedlm": "qwen3"}  # whose messages a model writes
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -100,11 +100,15 @@ def message_form(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
 
 
 def _linear(field: dict[str, Any]) -> dict[str, Any]:
-    """A field whose delimiters are found in time that grows with the text alone: white space in front of one would be
-    read anew from each of its characters, as many as a model may write."""
+    """A field whose text is read in a time that grows with it alone: patterns would try white space, as much as a
+    model may write, anew from each of its characters."""
     rests = {
         key: field[key].removeprefix(SPACE)
         for key in ("open_pattern", "close_pattern")
         if field.get(key, "").startswith(SPACE)
     }
-    return field | {key: rf"(?<!\s)\s++(?:{rest})|{rest}" for key, rest in rests.items()}
+    field = field | {key: rf"(?<!\s)\s++(?:{rest})|{rest}" for key, rest in rests.items()}
+    if tags := field.get("content_args", {}).get("tag_pattern"):
+        tags = tags.replace(rf".*?){SPACE}", r".*?)(?:(?<!\s)\s++)?")
+        field["content_args"] = field["content_args"] | {"tag_pattern": tags}
+    return field

@@ -11,13 +11,12 @@ from .endpoints import ChatEndpoint
 from .responses import ChatResponse
 
 # What a chat alone has, and what asks for nothing where it has one of these values.
-CHAT_ONLY = ("messages", "n", "response_format", "max_tokens", "max_completion_tokens", "logprobs", "stream_options")
+CHAT_ONLY = ("messages", "n", "response_format", "max_tokens", "max_completion_tokens", "logprobs")
 NO_DEMANDS: dict[str, tuple[Any, ...]] = {
     "background": (False,), "conversation": (), "include": ([], ["reasoning.encrypted_content"]), "prompt": (),
     "previous_response_id": (), "truncation": ("disabled",), "max_tool_calls": (), "top_logprobs": (0,),
     "context_management": ([],), "moderation": (),
 }  # fmt: skip
-UNUSED = ("prompt_cache_options", "prompt_cache_retention", "stream_options")
 
 # Items that come in parts: their own fields, and the part that their text is in.
 OWN_FIELDS: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
@@ -32,8 +31,6 @@ def as_chat(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError(f"The body of the request must be a JSON object, got {body!r:.80}.")
     body = {name: value for name, value in body.items() if value is not None}
-    for name in UNUSED:
-        body.pop(name, None)
     for name, harmless in NO_DEMANDS.items():
         if name in body and body.pop(name) not in harmless:
             raise RequestError(f"`{name}` is not supported by this server.", param=name)

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     create_model,
@@ -28,8 +29,11 @@ from .calls import RequestError
 MOST_ANSWERS = 128  # to one request, as in OpenAI's API
 MOST_LIKELIEST = 20  # tokens that are listed at a place
 MOST_STOPS, LONGEST_STOP = 32, 1000  # strings, characters
+MOST_BIASES, MOST_WINDOW = 1024, 128  # tokens whose logits are shifted; slots: each takes logits of a whole vocabulary
+MOST_PROBLEMS = 1000  # of a body, each of which takes two kilobytes to tell of
 
 _Count = Annotated[int | None, Field(ge=1)]
+_TokenId, _Bias = Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
 # Whatever `apply_chat_template` takes is the server's to say, a template above all: it is a program.
 _SET_BY_SERVER = {
@@ -59,7 +63,7 @@ class _GenerationFields(BaseModel):
     typical_p: _Share = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     no_repeat_ngram_size: Annotated[int | None, Field(ge=0)] = None
-    suppress_tokens: list[int] | None = None
+    suppress_tokens: Annotated[list[int] | None, FailFast()] = None
 
 
 GENERATION_FIELDS = tuple(_GenerationFields.model_fields)
@@ -70,11 +74,13 @@ class _StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM has it: in every chunk
+    include_obfuscation: bool | None = None  # no answer depends on it
 
 
 # Settings of parallel decoding, which `WeDLMGenerationSettings` checks, and fields on which no answer depends.
 _SETTINGS = tuple(name for name in SETTING_NAMES if name not in ("mask_token_id", "output_trace"))
-_UNUSED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+_UNUSED = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+           "service_tier", "store", "user")  # fmt: skip
 _AnyValue: Any = create_model("_AnyValue", **dict.fromkeys((*_SETTINGS, *_UNUSED), (Any, None)))  # type: ignore
 
 
@@ -94,7 +100,7 @@ class Request(_GenerationFields, _AnyValue):
     seed: Annotated[int | None, Field(ge=0, lt=2**63 - MOST_ANSWERS)] = None
     stop: list[str] | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-0.99, le=2)] = None
-    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASES)] | None = None
     presence_penalty: _nothing() = None  # type: ignore[valid-type]
     skip_special_tokens: bool = True
 
@@ -159,7 +165,7 @@ class _Message(BaseModel):
 
     role: str
     content: str = ""
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Annotated[list[_ToolCall] | None, FailFast()] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -261,14 +267,14 @@ def _call_schema(function: _ToolFunction, place: str) -> dict[str, Any]:
 class ChatRequest(Request):
     """A body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1), FailFast()]
     max_completion_tokens: _Count = None
-    tools: list[_Tool] | None = None
+    tools: Annotated[list[_Tool] | None, FailFast()] = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, FailFast()] = None
     response_format: _Format | None = None
     logprobs: Annotated[bool | None, Field(strict=False)] = None  # 0 asks for nothing
     top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
@@ -413,10 +419,15 @@ def read(body: Any, schema: type[Request]) -> Any:
     try:
         request = schema.model_validate(given)
     except ValidationError as error:
+        if (number := error.error_count()) > MOST_PROBLEMS:
+            raise RequestError(f"{number} fields or values of the request are not supported by this server.") from None
         problems = error.errors()
         said = dict.fromkeys(_said(problem, given) for problem in problems)
         raise RequestError("; ".join([*said][:3]), param=_field(problems[0], given)) from None
-    WeDLMGenerationSettings(**settings_of(request))
+    settings = WeDLMGenerationSettings(**settings_of(request))
+    if (settings.window_size or 0) > MOST_WINDOW:
+        message = f"`window_size` may be {MOST_WINDOW} at most for this server, got {settings.window_size}."
+        raise RequestError(message, param="window_size")
     return request
 
 

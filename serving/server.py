@@ -201,7 +201,10 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Any:  # `transformers chat` asks for it and waits
-        body = json.loads(await read_body(request, MOST_BYTES_BESIDE) or b"null")
+        try:
+            body = json.loads(await read_body(request, MOST_BYTES_BESIDE) or b"null")
+        except RecursionError:
+            body = None
         asked = body.get("model") if isinstance(body, dict) else None
         served.check_name(str(asked))
         event = {"status": "ready", "model": asked, "cached": True}

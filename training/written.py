@@ -6,11 +6,14 @@ from typing import Any
 
 
 def missing_piece(turn: dict[str, Any], text: str) -> str | None:
-    """The first of a turn's texts, names and values of its calls that is not in the text, which is [`squeezed`];
-    thoughts in front of its content do not count."""
+    """The first of a turn's [`pieces`] that is not in the text, which is [`squeezed`]."""
+    return next((piece for piece in pieces(turn) if not is_in(piece, text)), None)
+
+
+def pieces(turn: dict[str, Any]) -> list[str]:
+    """A turn's text without thoughts in front of it, and the names and values among the arguments of its calls."""
     calls = [call.get("function", call) for call in turn.get("tool_calls") or []]
-    pieces = [turn["content"].rsplit("</think>", 1)[-1], *_leaves(calls)]
-    return next((piece for piece in pieces if not is_in(piece, text)), None)
+    return [turn["content"].rsplit("</think>", 1)[-1], *_leaves(calls)]
 
 
 def squeezed(text: str) -> str:
@@ -19,10 +22,15 @@ def squeezed(text: str) -> str:
 
 
 def is_in(piece: str, text: str) -> bool:
-    """Whether text is there, which is [`squeezed`], as itself or inside a string of JSON or Python."""
-    spellings = (str, lambda it: json.dumps(it, ensure_ascii=False)[1:-1], lambda it: json.dumps(it)[1:-1],
-                 lambda it: repr(it)[1:-1])  # fmt: skip
-    return any(squeezed(spelling(piece)) in text for spelling in spellings)
+    """Whether text is there, which is [`squeezed`]."""
+    return any(spelling in text for spelling in spellings(piece))
+
+
+def spellings(piece: str) -> Iterator[str]:
+    """How text may be written, [`squeezed`]: as itself, or inside a string of JSON or Python."""
+    yield squeezed(piece)
+    for written in (json.dumps(piece, ensure_ascii=False), json.dumps(piece), repr(piece)):
+        yield squeezed(written[1:-1])
 
 
 def _leaves(calls: Sequence[dict[str, Any]]) -> Iterator[str]:

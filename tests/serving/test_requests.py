@@ -22,11 +22,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from wedlm_hf.serving import calls as calls_module
 from wedlm_hf.serving import conversation, limits
 from wedlm_hf.serving import endpoints as endpoints_module
+from wedlm_hf.serving import schema as schema_module
 from wedlm_hf.serving.calls import Answer, Asked, Batch, CallManager, RequestError, as_request_error
-from wedlm_hf.serving.conversation import Conversation, missing_piece
+from wedlm_hf.serving.conversation import Conversation
 from wedlm_hf.serving.endpoints import GRAMMARS, ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
 from wedlm_hf.serving.server import DEAR_READERS, READERS
+from wedlm_hf.training.written import pieces
 
 
 def wait_until(is_so):
@@ -49,6 +51,8 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`", None),
     ({"frequency_penalty": 0.5, "repetition_penalty": 1.2}, "leave one out", "frequency_penalty"),
     ({"logit_bias": {"99999": 1}}, "the model's token ids are 0 to", "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "at most 1024 items", "logit_bias"),
+    ({"window_size": 129}, "`window_size` may be 128 at most for this server, got 129", "window_size"),
     ({"suppress_tokens": [3, -1]}, "the model's token ids are 0 to", "suppress_tokens"),
     ({"min_new_tokens": 9}, "is 9, but the answer may have 8 tokens", "min_new_tokens"),
     ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is set by the server", "chat_template_kwargs"),
@@ -71,6 +75,8 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     (b"{", "JSON object", None),
     (b"[1]", "The body of the request must be a JSON object, got [1]", None),
     (b"[" * 10**5, "The body of the request", None),
+    (b"\xff{", "must be a JSON object", None),
+    (json.dumps({"messages": CHAT}).encode("utf-16"), "must be a JSON object", None),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not Unicode text", None),
     (ASKS + b'"\\ud800": 1}', "not Unicode text", None),
     (ASKS + b'"model": "\\ud800"}', "is not served", "model"),
@@ -147,12 +153,34 @@ def test_a_field_is_read_or_refused_by_its_name_whatever_it_holds_and_null_asks_
 
 
 @pytest.mark.parametrize("asked", [
+    {"messages": [0] * 10**5}, {"messages": [{}] * 10**5}, {"tools": [0] * 10**5}, {"suppress_tokens": ["x"] * 10**5},
+    {"modalities": [0] * 10**5}, {"messages": [{"role": "user", "tool_calls": [0] * 10**5}]},
+    {f"field{number}": 1 for number in range(10**5)}, {"stream_options": {str(each): 1 for each in range(10**5)}},
+], ids=lambda asked: str(asked)[:40])  # fmt: skip
+def test_a_body_that_is_wrong_in_many_places_is_not_told_of_in_all_of_them(endpoints, monkeypatch, asked):
+    """Each takes two kilobytes: a body of some megabytes would fill the memory."""
+    endpoint, body = endpoints["messages"]
+    said = []
+    monkeypatch.setattr(schema_module, "_said", lambda *problem: said.append(problem) or "wrong")
+    with pytest.raises(RequestError):
+        endpoint.read(json.dumps(body | asked).encode())
+    assert len(said) <= 2
+
+
+def test_answers_to_one_prompt_are_asked_for_once_and_a_seed_for_each(endpoints):
+    for endpoint, body in endpoints.values():
+        _, asked = endpoint.read(json.dumps(body | {"n": 100}).encode())
+        assert len(asked) == 100 and len({id(each) for each in asked}) == 1
+        _, asked = endpoint.read(json.dumps(body | {"n": 3, "seed": 5}).encode())
+        assert [each.seed for each in asked] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("asked", [
     {"tool_choice": "none"}, {"parallel_tool_calls": False}, {"functions": []}, {"function_call": "none"},
     {"audio": {}}, {"n": 1}, {"logprobs": False}, {"top_logprobs": 0}, {"stop": []}, {"stop": ""}, {"stop": "x"},
     {"logit_bias": {}}, {"logprobs": 0}, {"stream_options": {}}, {"stream_options": {"include_usage": False}},
     {"tools": []}, {"modalities": ["text"]}, {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0},
     {"top_k": 0}, {"presence_penalty": 0}, {"min_new_tokens": 0},
-    {"messages": [{"role": "tool", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}], "name": None, "tool_calls": []}]},
 ], ids=str)  # fmt: skip
 def test_what_asks_for_nothing_is_taken(endpoints, asked):
@@ -164,7 +192,8 @@ def test_what_asks_for_nothing_is_taken(endpoints, asked):
 def test_transformers_chat_finds_the_model_loaded_and_may_send_what_it_sends(server):
     with post(server, {"model": NAME}, "load_model") as response:
         assert json.loads(response.read().decode().removeprefix("data: "))["status"] == "ready"
-    assert refusal(server, {"model": "other"}, "load_model")[0] == 404
+    for body in ({"model": "other"}, [], b"[" * 10**5):
+        assert refusal(server, body, "load_model")[0] == 404
     config = GenerationConfig(do_sample=False, max_new_tokens=9).to_json_string()
     with post(server, {"model": NAME, "messages": CHAT, "stream": True, "generation_config": config}) as response:
         assert response.read().decode().endswith("data: [DONE]\n\n")
@@ -179,15 +208,16 @@ def test_a_request_may_ask_for_no_least_length_where_the_checkpoint_stores_one(e
         assert asked.config.min_new_tokens == 0
 
 
-def test_a_message_reaches_the_template_whole(model):
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"n": 3}'}}
+@pytest.mark.parametrize(("arguments", "read"), [('{"n": 3}', {"n": 3}), ("", {}), (None, {})])
+def test_a_message_reaches_the_template_whole(model, arguments, read):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     turns = [{"role": "assistant", "content": "Hi", "tool_calls": [call], "reasoning_content": "so"}, *CHAT]
     shown = "{{ m.content }}|{{ m.get('tool_calls', [{}])[0].get('function', {}) }}|{{ m.get('reasoning_content') }};"
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
     endpoint = ChatEndpoint(ServedModel("tiny", model, tokenizer, {"strategy": "ar"}))
     _, (asked,) = endpoint.read(json.dumps({"messages": turns, "max_tokens": 2}).encode())
-    expected = f"Hi|{{'name': 'f', 'arguments': {{'n': 3}}}}|so;{CHAT[0]['content']}|{{}}|None;"
+    expected = f"Hi|{ {'name': 'f', 'arguments': read} }|so;{CHAT[0]['content']}|{{}}|None;"
     assert tokenizer.decode(asked.prompt) == expected
 
 
@@ -200,6 +230,9 @@ def test_a_client_cannot_say_what_the_server_gives_the_template_nor_bring_one(en
             endpoint.read(json.dumps(body | {"chat_template_kwargs": {name: "x"}}).encode())
         assert caught.value.param == "chat_template_kwargs"
     endpoint.read(json.dumps(body | {"chat_template_kwargs": {"enable_thinking": False}}).encode())
+    for unread in ({"enable_thinking": True}, {"documents": [{"text": "It rains."}]}):  # by this template
+        with pytest.raises(RequestError, match=f"does not read '{next(iter(unread))}'"):
+            endpoint.read(json.dumps(body | {"chat_template_kwargs": unread}).encode())
 
 
 def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_holds_nobody_up(model):
@@ -283,29 +316,66 @@ def test_what_takes_too_long_is_refused_and_keeps_nobody_waiting(nano):
         assert refusal(server, asked | {"response_format": form})[0] == 400
 
 
-@pytest.mark.parametrize("pairs", [50, 100, 200])
-@pytest.mark.parametrize("replies", ["short", "long", "calls"])
-def test_what_is_compared_of_a_long_chat_grows_with_its_length_alone(monkeypatch, replies, pairs):
-    compared = []
+WRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+ESCAPES = "{% for m in messages %}{{ m | tojson(ensure_ascii=True) }}{% endfor %}"
+SYSTEM_LAST = WRITES.replace("in messages", "in messages[1:] + messages[:1]")
+SORTED = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}" \
+         "{{ call.function.arguments | dictsort }}{% endfor %}{% endfor %}"  # fmt: skip
+LONG = "and more " * 450
 
-    def counting(message, text):
-        compared.append(len(text))
-        return missing_piece(message, text)
 
-    def reply(number):
-        text = f"says {number} " + "and more " * (0 if replies == "short" else 450)  # 3,600 characters
-        if replies != "calls":
-            return {"content": text}
-        return {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"text": text}}}]}
+def call_of(**arguments):
+    return {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
-    monkeypatch.setattr(conversation, "missing_piece", counting)
+
+@pytest.mark.parametrize("count", [100, 400])
+@pytest.mark.parametrize(("template", "turn"), [
+    (WRITES, lambda number: {"content": f"says {number}"}),
+    (WRITES, lambda number: {"content": f"says {number} {LONG}"}),
+    (WRITES, lambda number: call_of(text=f"says {number} {LONG}")),
+    (WRITES, lambda number: {"content": "a"} if number % 50 else {"content": f"says {number}"}),
+    (SYSTEM_LAST, lambda number: {"content": f"says {number} {LONG}"}),
+    (ESCAPES, lambda number: {"content": f'"\n\\{number}"' * 400}),
+    (ESCAPES, lambda number: {"content": f"😀{number}ä" * 400}),
+    (ESCAPES, lambda number: call_of(text=f"😀{number}ä" * 400)),
+    ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+     lambda number: {"content": f"{LONG}</think>says {number}"}),
+    (SORTED, lambda number: call_of(**{f"key{9 - place}": f"value{number}" for place in range(10)})),
+], ids="short long calls repeated moved quotes unicode calls-unicode thoughts sorted".split())  # fmt: skip
+def test_what_is_compared_of_a_long_chat_grows_with_its_length_alone(monkeypatch, template, turn, count):
+    made = []
+
+    class Counting(conversation.Prompt):
+        def __init__(self, text):
+            super().__init__(text)
+            made.append(self)
+
+    monkeypatch.setattr(conversation, "Prompt", Counting)
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
-    turns = []
-    for number in range(pairs):
-        turns += [{"role": "user", "content": f"asks {number}"}, {"role": "assistant"} | reply(number)]
+    tokenizer.chat_template = template
+    turns = [{"role": "assistant", **turn(number)} for number in range(count)]
     text = Conversation(tokenizer, turns, None).text()
-    assert sum(compared) < 2100 * len(turns) + 5 * len(text)
+    compared = conversation.MOST_COMPARED - made[-1].left
+    assert 0 < compared < 12 * len(text) + 5000 * sum(len(pieces(turn)) for turn in turns)
+
+
+def test_a_chat_whose_order_a_template_turns_round_has_a_limit_for_what_is_compared(monkeypatch):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = SORTED
+    turn = {"role": "assistant", **call_of(**{f"{number * 7919 % 9973:04}": number * 31 for number in range(3000)})}
+    Conversation(tokenizer, [turn], None).text()
+    monkeypatch.setattr(conversation, "MOST_COMPARED", 2**20)
+    with pytest.raises(RequestError, match="takes too long to find these messages"):
+        Conversation(tokenizer, [turn], None).text()
+
+
+@pytest.mark.parametrize("tools", ["", "{{ tools }}"])
+def test_a_call_is_in_the_prompt_or_refused_though_a_tool_of_its_name_is_there(tools):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tools + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    turn = {"role": "assistant", **call_of()}
+    with pytest.raises(RequestError, match=r"`messages.0`: the chat template leaves .*'f'.* out"):
+        Conversation(tokenizer, [turn], [{"type": "function", "function": {"name": "f"}}]).text()
 
 
 def test_all_templates_of_a_request_count_their_lines_together(endpoints):
@@ -346,10 +416,13 @@ def test_dear_requests_are_read_by_few_threads_and_others_do_not_wait_for_them(n
         assert max(most) == DEAR_READERS
 
 
-def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_are_as_if_alone(nano, monkeypatch):
+@pytest.mark.parametrize("more", [{}, {"seed": 3, "temperature": 2}, {"max_time": 1000}], ids=str)
+def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_are_as_if_alone(
+    nano, monkeypatch, more
+):
     """And the longer call goes on for as long before the next, on a clock on which a position takes a second."""
     with Server(*nano, {"strategy": "ar"}) as server:
-        asked = {"max_tokens": 100, "extra_body": {"min_new_tokens": 100}}
+        asked = {"max_tokens": 100, "extra_body": {"min_new_tokens": 100, **more}}
         alone = server.text(**asked), server.text(max_tokens=6), server.text(**asked, logprobs=True, top_logprobs=3)
         lengths, calls, are_read = [], server.app.state.desk.calls, threading.Event()
         monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: sum(lengths)))
@@ -383,6 +456,18 @@ def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_a
         assert "".join(each.token for each in choice.logprobs.content) == alone[0]
         (start, end, count), (begin, _, _) = taken
         assert begin - end >= end - start > 2 * count == 12  # the prompt's time counts
+
+
+def test_an_answer_that_is_let_in_has_random_numbers_of_its_own_and_takes_none_of_the_longer_calls(nano):
+    model, tokenizer = nano
+    asked = Asked([5], GenerationConfig(max_new_tokens=12, do_sample=True, temperature=6.0), {"strategy": "ar"})
+    answers = [Answer(asked, "id", tokenizer, lambda _: None, 0) for _ in range(2)]
+    for answer in answers:
+        torch.manual_seed(0)
+        state = torch.get_rng_state()
+        CallManager(model)._generate([answer], is_let_in=True)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert answers[0].tokens != answers[1].tokens
 
 
 @pytest.mark.parametrize("strategy", ["ar", "wedlm"])
