@@ -101,10 +101,10 @@ class Asked:
 
     @cached_property
     def kind(self) -> Hashable:
-        """Equal for those that may share a `generate` call."""
+        """Equal for those that may share a `generate` call; `None`: each answer has its own."""
         settings = self.config.to_dict() | ({"max_new_tokens": None} if self.is_ordered else {})
         if self.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
-            return id(self)
+            return None
         grammar = self.grammar and self.grammar.text
         return repr(sorted(settings.items())), repr(sorted(self.settings.items())), grammar, self.thoughts
 
@@ -123,7 +123,8 @@ class Answer:
 
     def __init__(self, asked: Asked, request_id: str, tokenizer: Any, send: Callable[[Any], Any], index: int):
         self.asked, self.request_id, self.send, self.index = asked, request_id, send, index
-        self.kind = asked.kind  # which may take its time, unlike the thread of the calls
+        # Here, as it may take its time, which the thread of the calls has not.
+        self.kind = id(self) if asked.kind is None else asked.kind
         self.is_cancelled = threading.Event()  # the client has gone, or the server ends
         self.is_over = False
         self.has_calls = False

@@ -18,7 +18,7 @@ UNWRITTEN = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS}
 SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
 NEAR = 2000  # characters that templates write between two messages
 MOST_COMPARED = 2**29  # characters: about a second
-MARK = re.compile(r"<mark-[\d.]+>")
+MARK = re.compile(r"mark[\dx]+z")
 EFFORT = re.compile(rf"(?<![.\w'\"])({'|'.join(SWITCHES)})(?![\w'\"])")
 
 
@@ -89,8 +89,7 @@ class Conversation:
         `RequestError` for what the template does not know."""
         found = EFFORT.findall(self.source)
         switch = next((name for name in SWITCHES if name in found), None)
-        is_off = effort in ("none", "minimal")
-        wants = effort is not None and not is_off
+        wants = effort not in (None, "none", "minimal")
         field = "reasoning_effort"
         if effort is not None and switch in words:
             raise RequestError(f"`{field}` sets {switch!r} of the chat template: leave one out.", param=field)
@@ -166,8 +165,8 @@ def _with_marks(messages: Sequence[Message]) -> tuple[list[Message], list[set[st
     """The messages with marks in place of texts and of the names of calls, and the marks of each."""
     marked, marks = [], []
     for number, message in enumerate(messages):
-        content, calls = f"<mark-{number}>" if message["content"].strip() else "", message.get("tool_calls") or []
-        names = [f"<mark-{number}.{place}>" for place in range(len(calls))]
+        content, calls = f"mark{number}z" if message["content"].strip() else "", message.get("tool_calls") or []
+        names = [f"mark{number}x{place}z" for place in range(len(calls))]
         calls = [
             call | {"function": call["function"] | {"name": name}} for call, name in zip(calls, names, strict=True)
         ]

@@ -526,6 +526,14 @@ def test_a_request_of_many_answers_lets_others_in(model, tokenizer):
     ]
 
 
+def test_answers_to_one_prompt_share_a_call_but_for_settings_that_reach_others_in_it(model, tokenizer):
+    for more, sizes in ({}, [3]), ({"repetition_penalty": 1.5}, [1, 1, 1]), ({"max_time": 9.0}, [1, 1, 1]):
+        asked = Asked([5], GenerationConfig(max_new_tokens=1, **more), {"strategy": "ar"})
+        calls = CallManager(model)
+        calls.waiting = [Answer(asked, "many", tokenizer, print, index) for index in range(3)]
+        assert [len(calls.next_batch()) for _ in sizes] == sizes and not calls.waiting
+
+
 def objects_left(server):
     """How many objects there are, all of them and by each of our classes."""
     wait_until(lambda: not server.uvicorn.server_state.connections)
