@@ -12,11 +12,14 @@ and the one that nets most is taken, of all n (the likeliest drafts) and m (the 
 plan without either, which nets 0. In a batch, n and m are the same for all sequences, since they have as many columns.
 Each spends them on its own best.
 
-What is not given is learned: *r* from the drafter's own probabilities, corrected by what became of similar drafts;
-*ρ*, the rate that was reached lately, or AR's if that is more; *t*, see [`StepTimes`]; *μ_k*, the mean of what the
-best plan with the drafts up to depth k netted beyond the best one with those up to k − 1, masks for the step behind
-included; of the first, less what other drafts net in the steps that have none of masks. (The value of a state in a
-decision process is what it lets one do: Bellman.)
+What is not given is learned:
+
+- *r* from the drafter's own probabilities, see [`Odds`]; *t* by a clock, see [`StepTimes`];
+- *ρ*, the rate that was reached lately, or AR's if that is more;
+- *μ_k*, a mean over the steps where masks drafted so deep: what the best plan nets with the drafts of depth k, beyond
+  what the best one nets with those of less depth alone. Both have their masks for the step behind. (The value of a
+  state in a decision process is what it lets one do: Bellman.) μ_1 is less by what other drafts net in the steps that
+  have none of masks.
 
 What is never tried is never known. A small share of the tokens may be lost to *looks*: at masks, if none drafted
 lately, or else at the plan that would net most if widths that were not measured lately took as little as they might.
@@ -44,8 +47,8 @@ MOST_MASKS = 256
 SHALLOW, SELDOM = 8, 4
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
-# Share of the tokens that looking may cost. The share of the first hundred steps may be spent at once, or that of 150
-# where a state is kept, as what a look finds is read again there.
+# Share of the tokens that looking may cost. A planner begins with the share of 100 steps, or of 150 where a state is
+# kept: there, what a look finds is read again.
 LOOK_SHARE = 0.01
 
 Ranking = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
@@ -67,6 +70,30 @@ class Table(NamedTuple):
     reach: Any  # `(sequences, ranks)` float32
     room: Any  # `(sequences, ranks)` float32, new tokens allowed behind
     children: Any  # `(sequences, ranks, ranks)` float32: of a draft and its parent, the draft's reach
+
+
+class Odds:
+    """What the chances of drafts are worth: their own, corrected by what became of drafts with similar ones."""
+
+    def __init__(self) -> None:
+        # Of each bin, how many drafts passed, and how many should have by their chances.
+        self._met: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def learn(self, draft: Row, has_passed: bool) -> None:
+        """Learns whether a draft passed, whose parent did."""
+        key, chance = _bin(draft)
+        passed, expected = self._met.get(key, (0.0, 0.0))
+        self._met[key] = MEMORY * passed + has_passed, MEMORY * expected + chance
+
+    def reaches(self, drafts: Sequence[Row]) -> list[float]:
+        """Each draft's reach: the chance that it and all drafts before it pass."""
+        found: list[float] = []
+        for draft in drafts:
+            key, chance = _bin(draft)
+            passed, expected = self._met.get(key, (0.0, 0.0))
+            chance = min(1.0, chance * (passed + ENOUGH * chance) / (expected + ENOUGH * chance or 1.0))
+            found.append(chance * (found[draft.parent] if draft.parent >= 0 else 1.0))
+        return found
 
 
 class Planner:
@@ -94,8 +121,7 @@ class Planner:
         self.most_rows = most_rows
         self.commits = Commits() if keeps_state else None
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
-        # Of each bin, how many drafts passed, and how many should have by their chances.
-        self._chances: dict[tuple[int, int], tuple[float, float]] = {}
+        self.odds = Odds()
         first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
         self._maskless = 0.0  # what drafts that are not of the text netted lately where no masks drafted
@@ -106,9 +132,7 @@ class Planner:
 
     def learn(self, draft: Row, has_passed: bool) -> None:
         """Learns whether a draft passed, whose parent did."""
-        key, chance = _bin(draft)
-        passed, expected = self._chances.get(key, (0.0, 0.0))
-        self._chances[key] = MEMORY * passed + has_passed, MEMORY * expected + chance
+        self.odds.learn(draft, has_passed)
 
     def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
         """Notes that a forward of so many physical rows begins."""
@@ -124,16 +148,6 @@ class Planner:
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
         self._known *= MEMORY
 
-    def reaches(self, drafts: Sequence[Row]) -> list[float]:
-        """Each draft's reach: the chance that it and all drafts before it pass."""
-        found: list[float] = []
-        for draft in drafts:
-            key, chance = _bin(draft)
-            passed, expected = self._chances.get(key, (0.0, 0.0))
-            chance = min(1.0, chance * (passed + ENOUGH * chance) / (expected + ENOUGH * chance or 1.0))
-            found.append(chance * (found[draft.parent] if draft.parent >= 0 else 1.0))
-        return found
-
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Tree]:
         """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
         stand in front of the root."""
@@ -141,9 +155,9 @@ class Planner:
             # No plan's price has what its tokens cost while they are pending; the rate that was reached has.
             return [Tree() for _ in outlooks]
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
-        table = self._table(outlooks, trees)
+        table = _table(outlooks, trees)
         values = self._values(table, np.tri(table.reach.shape[1], dtype=np.float32)[None])
-        gains, homes = self._gains(values, table.reach.cumsum(1) - 1)
+        gains, homes = _gains(values, table.reach.cumsum(1) - 1)
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
         rows = 1 + before + drafts + masks + self.run.skipped * homes.max(0)
         prices = self._prices(rows, count, self.times.of)
@@ -201,20 +215,8 @@ class Planner:
     def _tree(self, outlook: Outlook) -> Ranking:
         """The likeliest drafts, as many as a step checks and the sequence has room for."""
         most = min(max(MOST_DRAFTS, self.depth), self.most_rows - 1)
-        tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
+        tree = sorted([(-reach, place) for place, reach in enumerate(self.odds.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
-
-    def _parts(self, outlook: Outlook, tree: Ranking, deepest: int) -> Any:
-        """For each depth, which drafts there are down to it, with all drafts of the text. Where no masks drafted: the
-        drafts of the text alone, and all drafts. `(depths, ranks)` bool; the root is the first rank."""
-        depths = np.arange(deepest + 1) if deepest else np.array([0, maxsize])
-        parts = np.ones((len(depths), 1 + len(tree)), dtype=bool)
-        ranks = {-1: 0}
-        for rank, (_, place) in enumerate(tree, 1):
-            draft, ranks[place] = outlook.drafts[place], rank
-            is_in = parts[:, ranks[draft.parent]]  # drafts of the text stay, where their parents do
-            parts[:, rank] = is_in if draft.chance in (None, CERTAIN) else is_in & (depths >= draft.position)
-        return parts
 
     def _learn_worth(self, outlook: Outlook, tree: Ranking, table: Table, prices: Any) -> None:
         """Learns what the drafts of each depth net in a step; where no masks drafted, what the drafts do that are not
@@ -225,7 +227,7 @@ class Planner:
         deepest = min(outlook.foreseen, self.depth)
         if deepest > SHALLOW and self._steps % SELDOM and self._known[:deepest].min() >= ENOUGH:
             return
-        parts = self._parts(outlook, tree, deepest)
+        parts = _parts(outlook, tree, deepest)
         # The likeliest drafts of each part, 0 and more of them; all parts' options lie one behind the other.
         counts = parts.cumsum(1) - 1
         part, count = np.nonzero(np.arange(parts.shape[1]) <= counts[:, -1:])
@@ -244,20 +246,6 @@ class Planner:
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 
-    def _table(self, outlooks: Sequence[Outlook], trees: Sequence[Ranking]) -> Table:
-        """Their drafts by rank."""
-        size = 1 + max(map(len, trees))
-        reach, room = np.zeros((2, len(trees), size), dtype=np.float32)
-        children = np.zeros((len(trees), size, size), dtype=np.float32)
-        for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
-            ranks = {-1: 0}
-            reach[entry, 0], room[entry, 0] = 1.0, outlook.room - 1
-            for rank, (chance, place) in enumerate(tree, 1):
-                draft, ranks[place] = outlook.drafts[place], rank
-                reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
-                children[entry, rank, ranks[draft.parent]] = chance
-        return Table(reach, room, children)
-
     def _values(self, table: Table, included: Any) -> Any:
         """The worth of each mask, by the choice of drafts, the row that it stands behind, and its place there.
         `included` are choices, `(1, N, ranks)`: 1 for the drafts that are checked."""
@@ -275,22 +263,6 @@ class Planner:
         values = ends[..., None] * np.array(worth, dtype=np.float32)
         return values * (np.arange(len(worth)) < table.room[:, None, :, None])
 
-    def _gains(self, values: Any, first: Any) -> tuple[Any, Any]:
-        """The tokens that each number of drafts and of masks brings each sequence, and behind how many rows masks
-        stand; `first` is what drafts bring."""
-        flat = values.reshape(*values.shape[:2], -1)
-        # Numbers that are never negative are in the order of their bits. Numpy sorts integers much faster than it
-        # finds an order; of equal values the first comes first, which behind a row is worth most.
-        last = flat.shape[2] - 1
-        keys = flat.view(np.uint32).astype(np.uint64) << 32 | np.arange(last, -1, -1, dtype=np.uint64)
-        keys.sort(-1)
-        order = last - (keys[..., : -MOST_MASKS - 1 : -1] & 0xFFFFFFFF).astype(np.int64)
-        first = first[..., None]
-        gains = np.concatenate([first, first + np.take_along_axis(flat, order, 2).cumsum(2)], 2)
-        homes = np.zeros(gains.shape, dtype=int)
-        homes[..., 1:] = (order % values.shape[3] == 0).cumsum(2)
-        return gains, homes
-
     def _spend(self, outlook: Outlook, tree: Ranking, values: Any, drafts: int, masks: int) -> Tree:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
         drafts = min(drafts, len(tree))
@@ -306,6 +278,51 @@ class Planner:
         rows = {place: row for row, place in enumerate(order, -1)}
         chosen = [outlook.drafts[place]._replace(parent=rows[outlook.drafts[place].parent]) for place in order[1:]]
         return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.run)
+
+
+def _parts(outlook: Outlook, tree: Ranking, deepest: int) -> Any:
+    """For each depth, which drafts there are down to it, with all drafts of the text. Where no masks drafted: the
+    drafts of the text alone, and all drafts. `(depths, ranks)` bool; the root is the first rank."""
+    depths = np.arange(deepest + 1) if deepest else np.array([0, maxsize])
+    parts = np.ones((len(depths), 1 + len(tree)), dtype=bool)
+    ranks = {-1: 0}
+    for rank, (_, place) in enumerate(tree, 1):
+        draft, ranks[place] = outlook.drafts[place], rank
+        is_in = parts[:, ranks[draft.parent]]  # drafts of the text stay, where their parents do
+        parts[:, rank] = is_in if draft.chance in (None, CERTAIN) else is_in & (depths >= draft.position)
+    return parts
+
+
+def _table(outlooks: Sequence[Outlook], trees: Sequence[Ranking]) -> Table:
+    """Their drafts by rank."""
+    size = 1 + max(map(len, trees))
+    reach, room = np.zeros((2, len(trees), size), dtype=np.float32)
+    children = np.zeros((len(trees), size, size), dtype=np.float32)
+    for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
+        ranks = {-1: 0}
+        reach[entry, 0], room[entry, 0] = 1.0, outlook.room - 1
+        for rank, (chance, place) in enumerate(tree, 1):
+            draft, ranks[place] = outlook.drafts[place], rank
+            reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
+            children[entry, rank, ranks[draft.parent]] = chance
+    return Table(reach, room, children)
+
+
+def _gains(values: Any, first: Any) -> tuple[Any, Any]:
+    """The tokens that each number of drafts and of masks brings each sequence, and behind how many rows masks
+    stand; `first` is what drafts bring."""
+    flat = values.reshape(*values.shape[:2], -1)
+    # Numbers that are never negative are in the order of their bits. Numpy sorts integers much faster than it
+    # finds an order; of equal values the first comes first, which behind a row is worth most.
+    last = flat.shape[2] - 1
+    keys = flat.view(np.uint32).astype(np.uint64) << 32 | np.arange(last, -1, -1, dtype=np.uint64)
+    keys.sort(-1)
+    order = last - (keys[..., : -MOST_MASKS - 1 : -1] & 0xFFFFFFFF).astype(np.int64)
+    first = first[..., None]
+    gains = np.concatenate([first, first + np.take_along_axis(flat, order, 2).cumsum(2)], 2)
+    homes = np.zeros(gains.shape, dtype=int)
+    homes[..., 1:] = (order % values.shape[3] == 0).cumsum(2)
+    return gains, homes
 
 
 def _argmax(nets: Any) -> Option:

@@ -65,14 +65,15 @@ def drafts_of(masks: int, acceptance: float, random: Random, siblings: tuple[flo
     return drafts
 
 
-def passed(drafts: list[Row], random: Random) -> Iterator[tuple[int, bool]]:
-    """Drafts whose parent passed, and whether they do."""
+def passed(drafts: list[Row], random: Random, odds: float = 1.0) -> Iterator[tuple[int, bool]]:
+    """Drafts whose parent passed, and whether they do, by `odds` times those that their chances say."""
     parent: int | None = -1
     while parent is not None:
         left, last, parent = random.random(), parent, None
         for place, draft in enumerate(drafts):
             if draft.parent == last:
-                left -= draft.chance or 0.0
+                chance = draft.chance or 0.0
+                left -= odds * chance / (1 - chance + odds * chance)
                 is_right = parent is None and left < 0
                 parent = place if is_right else parent
                 yield place, is_right
@@ -87,10 +88,11 @@ def speed(
     batch: int = 1,
     noise: Callable[[Random], float] = lambda random: 1.0,
     maskless: float = 0.0,
+    odds: float = 1.0,
 ) -> float:
     """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
     time the planner's clock shows times `noise`. `maskless`: mean chance of the drafts that there are without masks,
-    of one position; 0 for none."""
+    of one position; 0 for none. `odds`: times those that are told, a draft passes."""
     random, jitter = Random(seed), Random(seed)
     clock = planner.times.clock if isinstance(planner, Planner) else None
     keeps_state = planner.keeps_state
@@ -111,7 +113,7 @@ def speed(
         outlooks, found = [], 0
         for plan, drafts in zip(plans, checked, strict=True):
             last, found = -1, found + 1
-            for place, is_right in passed(drafts, random):
+            for place, is_right in passed(drafts, random, odds):
                 planner.learn(drafts[place], is_right)
                 if is_right:
                     last, found = place, found + 1

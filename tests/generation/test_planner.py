@@ -11,7 +11,7 @@ import torch
 from tiny import tiny_model
 
 from wedlm_hf.generation.fixed_plan import FixedPlan
-from wedlm_hf.generation.planner import Outlook, Planner
+from wedlm_hf.generation.planner import Odds, Outlook, Planner
 from wedlm_hf.generation.rows import OWN_MASKS, Row
 from wedlm_hf.generation.step_times import StepTimes
 
@@ -150,10 +150,16 @@ def test_parents_stand_before_their_children_and_first_children_right_behind():
 
 
 def test_chances_are_corrected_by_what_passed():
-    planner = Planner(StepTimes(0.03), 5)
+    odds = Odds()
     for _ in range(100):
-        planner.learn(chain(0.9)[0], False)
-    assert planner.reaches(chain(0.9))[0] < 0.1 and planner.reaches(chain(0.5))[0] == 0.5
+        odds.learn(chain(0.9)[0], False)
+    assert odds.reaches(chain(0.9))[0] < 0.1 and odds.reaches(chain(0.5))[0] == 0.5
+
+
+@pytest.mark.parametrize("odds", [3.0, 0.4])
+def test_no_chance_that_is_told_wrong_makes_decoding_slower_than_ar(odds):
+    assert speed(new_planner(), "packed, AVX2", 0.2, 200, odds=odds) >= 0.96
+    assert speed(new_planner(), "packed, AVX2", 0.6, 200, odds=odds) >= 0.96
 
 
 def test_drafts_from_the_text_are_checked_without_masks_where_ar_steps_are_best():
