@@ -33,7 +33,8 @@ MOST_BIASES, MOST_WINDOW = 1024, 128  # tokens whose logits are shifted; slots: 
 MOST_PROBLEMS = 1000  # of a body, each of which takes two kilobytes to tell of
 
 _Count = Annotated[int | None, Field(ge=1)]
-_TokenId, _Bias = Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]
+_TokenId = Annotated[int, Field(strict=False)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
 # Whatever `apply_chat_template` takes is the server's to say, a template above all: it is a program.
 _SET_BY_SERVER = {
