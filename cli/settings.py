@@ -150,14 +150,13 @@ def _try(keywords: Mapping[str, Any]) -> None:
 
     from ..modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 
-    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
-    ends = dict.fromkeys(("eos_token_id", "pad_token_id"), _VOCABULARY - 1)
+    ones = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes: dict[str, Any] = dict.fromkeys(ones, 1) | {"hidden_size": 2, "head_dim": 2, "vocab_size": _VOCABULARY}
+    ids: dict[str, Any] = dict.fromkeys(("eos_token_id", "pad_token_id"), _VOCABULARY - 1)
+    config = WeDLMConfig(**sizes, **ids, mask_token_id=_VOCABULARY - 2)
     how = {"strategy": "wedlm", "do_sample": True, **keywords, "max_new_tokens": 2, "stop_strings": None}
     if how["strategy"] == "wedlm":  # what a checkpoint stores is not known
         how["verification"] = how.get("verification") or "exact"
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of so short an answer
-        config = WeDLMConfig(
-            vocab_size=_VOCABULARY, hidden_size=2, head_dim=2, mask_token_id=_VOCABULARY - 2, **sizes, **ends
-        )
         WeDLMForCausalLM(config).eval().generate(torch.zeros(1, 4, dtype=torch.int64), **how)
