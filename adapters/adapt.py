@@ -264,8 +264,9 @@ class _Run:
             shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
             add_mask_adapter(model, MaskAdapterSettings(**shape))
-        if not keeps_state(model):  # there nothing reads a root head: drafts have no branches
-            add_root_head(model, ROOT_WIDTH)
+        width = ROOT_WIDTH if config.root_width is None else config.root_width
+        if width and not keeps_state(model):  # there nothing reads a root head: drafts have no branches
+            add_root_head(model, width)
         return model
 
     def _writer(self) -> Any:
@@ -354,11 +355,14 @@ class _Run:
         # A larger budget trains the root head anew.
         root_seconds = None if seconds is None else max(root * seconds - self.state.root_seconds, root * seconds / 2)
         rows = ROWS_PER_TOKEN * sum(len(answer["response_ids"]) for answer in answers)  # about
+        count = self.config.num_masks or self.model.mask_adapter.settings.num_masks
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
             minutes=None if seconds is None else masks * seconds / 60,
             root_minutes=None if not root_seconds else root_seconds / 60,
             mask_rows=None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens,
+            num_masks=count,
+            cut_stride=max(MaskTrainingConfig.cut_stride, count // 2),  # a batch has several answers
             batch_slots=min(max(rows // STEPS, LEAST_SLOTS), MOST_SLOTS.get(self.device.type, 400)),
             seed=self.config.seed,
             disable_tqdm=True,

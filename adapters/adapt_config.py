@@ -25,6 +25,9 @@ class AdaptConfig:
         gguf_file: name of a GGUF file in that folder or Hub id.
         rank: of a new adapter's updates; default: 64.
         head_width: hidden units of a new adapter's previous-token head, 0 for none; default: 640.
+        root_width: hidden units of a new root head, which drafts where no masks did; 0 for none. Default: 1024.
+        num_masks: drafts of a forward at most; 16 for answers of a fixed form, which are easy to foresee. Default: 4,
+            or what `start` has.
         device: such as cpu or cuda; default: cuda if there is one.
         seed: of prompts, sampled answers and training.
 
@@ -42,6 +45,8 @@ class AdaptConfig:
     gguf_file: str | None = None
     rank: int | None = None
     head_width: int | None = None
+    root_width: int | None = None
+    num_masks: int | None = None
     device: str | None = None
     seed: int = 0
 
@@ -56,15 +61,16 @@ class AdaptConfig:
             raise ValueError(f"`seed` must be an integer of at least 0, below {2**32}, got {self.seed}.")
         if self.prompts is not None and self.answers is not None:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
-        if self.start is not None and (self.rank, self.head_width) != (None, None):
-            raise ValueError(f"The adapter {self.start!r} has its own `rank` and `head_width`: leave these out.")
-        if (self.rank is not None and self.rank < 1) or (self.head_width is not None and self.head_width < 0):
-            raise ValueError(
-                f"`rank` must be at least 1 and `head_width` at least 0, got {self.rank} and {self.head_width}."
-            )
+        least = {"rank": 1, "head_width": 0, "root_width": 0}  # of a new adapter's shape
+        given = {name: value for name in (*least, "num_masks") if (value := getattr(self, name)) is not None}
+        if self.start is not None and (own := [f"`{name}`" for name in given if name in least]):
+            raise ValueError(f"The adapter {self.start!r} has its own shape: leave out {' and '.join(own)}.")
+        for name, value in given.items():
+            if value < least.get(name, 1):
+                raise ValueError(f"`{name}` must be at least {least.get(name, 1)}, got {value}.")
 
     def identity(self, base: str) -> dict[str, Any]:
         """What a run in a folder must agree on with the one that began it. The budget may grow."""
         digest = None if self.prompts is None else hashlib.sha256(self.prompts.read_bytes()).hexdigest()
-        names = ("start", "revision", "gguf_file", "rank", "head_width", "seed")
+        names = ("start", "revision", "gguf_file", "rank", "head_width", "root_width", "num_masks", "seed")
         return {"base": base, "prompts": digest} | {name: getattr(self, name) for name in names}

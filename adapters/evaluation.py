@@ -12,7 +12,7 @@ from ..generation.state import keeps_state
 from .distillation import MaskDistillation
 from .layout import AnswerTokens
 
-DRAFTS = (1, 2, 3, 4, 6)
+DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16)
 KINDS = ("chain", "branch")
 Replay = tuple[str, int]  # kind and number of drafts
 

@@ -196,13 +196,15 @@ def test_answers_and_adapters_of_other_runs_are_taken_further(tmp_path, base, wh
         if weight.is_floating_point():
             assert float((weight - begun[name]).abs().max()) < 0.1, name  # a few small steps away
     tuned = write_base(tmp_path / "other" / "llama", seed=1)  # as a fine-tune of the first
-    out, _ = run(tmp_path, tuned, "out2", **options)
+    out, _ = run(tmp_path, tuned, "out2", **options, num_masks=12)
+    assert json.loads((out / "adapter_config.json").read_text())["num_masks"] == 12 > config["num_masks"]
+    assert any("eval_tokens_per_forward_branch_12" in entry for entry in read_log(out / "work/training/log.jsonl"))
     load_mask_adapter(AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32), out)
 
 
 def test_the_command_makes_an_adapter_with_its_table_and_a_card_whose_code_runs(tmp_path, base, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["--tokens", "60", "--rank", "2", "--head-width", "0", "--device", "cpu"]
+    words = ["--tokens", "60", "--rank", "2", "--head-width", "0", "--root-width", "0", "--device", "cpu"]
     prompts = ["--prompts", str(tmp_path / "prompts.txt")]
     result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
     assert result.exit_code == 0, result.output
@@ -211,6 +213,7 @@ def test_the_command_makes_an_adapter_with_its_table_and_a_card_whose_code_runs(
     assert "mask rows were trained, and `--tokens 120` trains twice as many." in " ".join(table.split())
     assert made.startswith(f"The adapter and its model card are in {tmp_path / 'out'}; ")
     assert example == f"wedlm generate 'Why is the sky blue?' --model {tmp_path / 'out'}"
+    assert not any("root" in name for name in load_file(tmp_path / "out" / "adapter_model.safetensors"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| decoder | tokens per forward |" in card and "trains twice as many" in card
     assert str(tmp_path) not in card and "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
@@ -228,8 +231,10 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, m
 
     for minutes in (0.0, float("nan"), float("inf")):
         refused(f"`minutes` must be a finite number greater than 0, got {minutes}", minutes=minutes)
+    refused("`num_masks` must be at least 1, got 0", num_masks=0)
     refused("`answers` need no `prompts`", answers=Path("a.jsonl"))
-    refused("The adapter 'a' has its own `rank` and `head_width`: leave these out", start="a")
+    refused("The adapter 'a' has its own shape: leave out `rank` and `head_width`", start="a")
+    refused("`root_width` must be at least 0, got -1", root_width=-1)
     refused("The device 'abacus' is not available", device="abacus")
     for number, tokens in enumerate(([5, 999], "ab", [5, 6.5])):
         file = tmp_path.parent / f"{tmp_path.name}-{number}.jsonl"
