@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from .remembered import remembered
 
 TEXTS, LENGTH = 4, 8  # T, L: each token of them is looked at
-SAMPLED = 64  # entries of each tensor, at least: they tell models apart
+SAMPLED = 64  # entries of each tensor, at least, which tell models apart beside the sum of all
 
 
 @torch.no_grad()
@@ -71,6 +71,7 @@ def _digest(model: Any) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         flat = weight.detach().reshape(-1)
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        bits = flat.view(torch.int16 if flat.element_size() > 1 else torch.int8)
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {int(bits.sum())}".encode())
         digest.update(flat[:: max(1, len(flat) // SAMPLED)].float().numpy().tobytes())
     return digest.hexdigest()[:16]

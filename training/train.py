@@ -212,7 +212,9 @@ def verdict(metrics: dict[str, float]) -> str:
         free = metrics["eval_unverified_tokens_per_forward"]
         return f"The masks are ready: {about}, {free:.1f} without verification, by which commands now decode."
     same = f"{metrics['eval_unverified_as_ar']:.0%} of the answers without verification are AR's"
-    advice = "train on: the masks learn later than the rest" if tokens < TRAIN_ON else "more training makes it faster"
+    advice = "train on: the masks learn later than the rest"
+    if tokens >= TRAIN_ON:
+        advice = "more training makes it faster, and so does a mask adapter on it (`wedlm adapt`)"
     return f"{about[:1].upper()}{about[1:]}; {advice}. {same}, so commands verify every token."
 
 

@@ -6,17 +6,18 @@
 
 Both fine-tunes have the same base, data and rank of LoRA. `sft` is TRL's: `sft ar` is plain `generate`,
 `sft+adapter exact` with the mask adapter of examples/smollm2, which was never trained for it. `wedlm` is trained by
-dual-stream masking: `ar`, `exact` (verified, AR's own text), `block` and `none` (unverified, in a stream);
-`wedlm+adapter exact` drafts by the same mask adapter in place of its own masks.
+dual-stream masking: `ar`, `exact` (verified, AR's own text, with the mask adapter that was trained on its masks),
+`masks exact` (verified, without the adapter), `block` and `none` (unverified, in a stream).
 
-The published LoRA beside this file (`wedlm`) is decoded, or with `--run` each fine-tune that train.py wrote into a
-folder. Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted value,
-a solution if its last number has.
+What is published beside this file (`wedlm`, `adapter`) is decoded, or with `--run` each fine-tune that train.py wrote
+into a folder. Problems that are decoded never occurred in training. An extraction is right if its JSON has the wanted
+value, a solution if its last number has.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wedlm_hf import load_mask_adapter
+from wedlm_hf.checkpoints.find import ADAPTER_FILE
 from wedlm_hf.checkpoints.loading import FASTEST, load_model, load_tokenizer
 from wedlm_hf.eval.compare import compare
 from wedlm_hf.eval.decoders import AR, BLOCK, DECODERS, EXACT, WEDLM
@@ -37,7 +39,7 @@ sys.path.append(str(HERE))
 import data  # noqa: E402
 from train import METHODS, PUBLISHED, whole_model  # noqa: E402
 
-ADAPTER = HERE.parent / "smollm2"
+BUNDLED = HERE.parent / "smollm2"  # mask adapter of the base
 METRICS = {"extraction": "json", "reasoning": "number"}
 LONGEST = 320  # new tokens: no answer is longer
 THRESHOLDS, PENALTIES = (0.05, 0.2, 0.4), (0.02, 0.1)  # τ in nats, λ in nats per position
@@ -45,40 +47,36 @@ SHOWN = {"decoder": "decoder", "right": "right, %", "tokens_per_forward": "token
 SHOWN |= {"tokens_per_second": "tokens per second"}
 
 
-def decoders(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name; `model` among them."""
-    found = {}
-    if "sft" in models:
-        found["sft ar"] = {"model": models["sft"]}  # a stock class, which knows no strategy
-        found["sft+adapter exact"] = {"model": models.get("sft+adapter"), **DECODERS[EXACT]}
-    if "wedlm" in models:
-        found["wedlm ar"] = {"model": models["wedlm"], **DECODERS[AR]}
-        found["wedlm exact"] = {"model": models["wedlm"], **DECODERS[EXACT]}
-        found["wedlm+adapter exact"] = {"model": models.get("wedlm+adapter"), **DECODERS[EXACT]}
+def decoders(methods: Sequence[str], has_adapter: bool) -> dict[str, dict[str, Any]]:
+    """Keywords of `generate` by name; `model` among them, by the name that [`load`] knows."""
+    found: dict[str, dict[str, Any]] = {}
+    if "sft" in methods:
+        found["sft ar"] = {"model": "sft"}  # a stock class, which knows no strategy
+        found["sft+adapter exact"] = {"model": "sft+adapter", **DECODERS[EXACT]}
+    if "wedlm" in methods:
+        found["wedlm ar"] = {"model": "wedlm", **DECODERS[AR]}
+        found["wedlm exact"] = {"model": "wedlm+adapter" if has_adapter else "wedlm", **DECODERS[EXACT]}
+        found["wedlm masks exact"] = {"model": "wedlm", **DECODERS[EXACT]}
         middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
-        found["wedlm block"] = {"model": models["wedlm"], **DECODERS[BLOCK], **middle}
+        found["wedlm block"] = {"model": "wedlm", **DECODERS[BLOCK], **middle}
         for tau, penalty in product(THRESHOLDS, PENALTIES):
             settings = {"entropy_threshold": tau, "distance_penalty": penalty}
-            found[f"wedlm none τ={tau:g} λ={penalty:g}"] = {"model": models["wedlm"], **DECODERS[WEDLM], **settings}
+            found[f"wedlm none τ={tau:g} λ={penalty:g}"] = {"model": "wedlm", **DECODERS[WEDLM], **settings}
     return found
 
 
-def load(run: Path | None, dtype: str, with_adapter: bool) -> tuple[dict[str, Any], Any]:
-    """The models by name, and their tokenizer. Raises `OSError` where nothing was trained."""
-    models: dict[str, Any] = {}
-    loras = HERE if run is None else run
-    trained = [method for method in METHODS if (loras / method / "adapter_config.json").exists()]
-    if not trained:
-        command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {loras}"
-        raise OSError(f"There are no weights in {loras}: `{command}` trains them.")
-    for method in trained:
+def load(names: Iterable[str], run: Path | None, dtype: str) -> dict[str, Any]:
+    """The models and their `tokenizer`, by name."""
+    loras, found = run or HERE, {}
+    for name in sorted(set(names)):
+        method, _, has_adapter = name.partition("+")
         path = str(whole_model(method, loras / method, run or PUBLISHED))
-        tokenizer = load_tokenizer(path)
-        models[method] = load_model(path, dtype=dtype)
-        if with_adapter:
-            models[f"{method}+adapter"] = load_model(path, dtype=dtype)
-            load_mask_adapter(models[f"{method}+adapter"], ADAPTER, any_base=True)
-    return models, tokenizer
+        found[name] = load_model(path, dtype=dtype)
+        found["tokenizer"] = load_tokenizer(path)
+        if has_adapter:
+            is_own = method == "wedlm"
+            load_mask_adapter(found[name], loras / "adapter" if is_own else BUNDLED, any_base=not is_own)
+    return found
 
 
 def draw(found: list[list[dict[str, Any]]], file: Path) -> None:
@@ -120,13 +118,19 @@ def main() -> None:
         parser.error("--task is needed: extraction or reasoning")
     data.check()
     problems = data.held_out_problems(options.task, options.count, options.seed)
-    with_adapter = options.only is None or any("+adapter" in name for name in options.only)
-    models, tokenizer = load(options.run, options.dtype, with_adapter)
-    prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
-    asked = decoders(models)
+    loras = options.run or HERE
+    methods = [method for method in METHODS if (loras / method / ADAPTER_FILE).exists()]
+    if not methods:
+        command = f"python {Path(sys.argv[0]).with_name('train.py')} --output {loras}"
+        raise OSError(f"There are no weights in {loras}: `{command}` trains them.")
+    asked = decoders(methods, (loras / "adapter" / ADAPTER_FILE).exists())
     if unknown := [name for name in options.only or () if name not in asked]:
         parser.error(f"--only: there is no {unknown[0]!r}, but {', '.join(map(repr, asked))}")
     asked = {name: how for name, how in asked.items() if name in (options.only or asked)}
+    models = load((how["model"] for how in asked.values()), options.run, options.dtype)
+    tokenizer = models.pop("tokenizer")
+    asked = {name: how | {"model": models[how["model"]]} for name, how in asked.items()}
+    prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
     rows = compare(next(iter(models.values())), tokenizer, prompts, asked, title=f"{options.task} problems")
     rows = [{"task": options.task, "count": options.count, "seed": options.seed, **row} for row in rows]
     if options.json:

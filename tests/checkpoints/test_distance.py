@@ -63,6 +63,12 @@ def test_it_is_measured_once_for_the_same_weights_and_bits(looked):
     with torch.no_grad():
         changed.lm_head.weight *= 1.5
     assert pack(changed, 4).packed_distance != first and len(looked) == 4
+    for number in range(3):  # one row of one layer, whichever it is
+        one = llama()
+        with torch.no_grad():
+            one.model.layers[0].mlp.up_proj.weight[7 + number] *= 1.5
+        pack(one, 4)
+        assert len(looked) == 5 + number
 
 
 def test_a_model_that_writes_no_text_is_packed_without_it(looked, caplog):
