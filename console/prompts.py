@@ -69,9 +69,9 @@ def encoding_of(beginning: bytes) -> str:
 
 def read_rows(name: str, text: str) -> list[PromptRow]:
     """The prompts of the file of this name, or of [`STANDARD_INPUT`], and text: JSON Lines if the name ends in .jsonl,
-    .ndjson or .json, else one prompt a line. Blank lines are left out. A JSON row has `prompt`, a text, or `messages`,
-    a conversation; the assistant's reply to the last turn of the user's is left out. Raises `ValueError` for binary
-    data, for a file without prompts, and for a malformed row, naming its line."""
+    .ndjson or .json, else one prompt a line. Blank lines are left out. A JSON row has `prompt`, a text or (as in TRL's
+    data) a conversation, or `messages`, a conversation; the assistant's reply to the last turn of the user's is left
+    out. Raises `ValueError` for binary data, for a file without prompts, and for a malformed row, naming its line."""
     if "\0" in text:
         raise ValueError(f"Prompts must be UTF-8 text, got a binary file: {shown(name)}.")
     # As in any text file, "\n", "\r\n" and "\r" end lines; other separators that `splitlines` knows occur in prompts.
@@ -93,27 +93,30 @@ def _parsed(row: PromptRow) -> PromptRow:
         raise row.error(f"a row must be a JSON object, got {line[:40]}")
     if ("messages" in fields) == ("prompt" in fields):
         raise row.error(f"a row needs either `messages` or `prompt`, got {', '.join(fields) or 'nothing'}")
-    prompt = fields["prompt"] if "prompt" in fields else _conversation(row, fields["messages"])
-    if "prompt" in fields and (not isinstance(prompt, str) or not prompt.strip()):
-        raise row.error(f"`prompt` must be a text that is not empty, got {prompt!r}")
+    name = "prompt" if "prompt" in fields else "messages"
+    prompt = fields[name]
+    if name == "messages" or isinstance(prompt, list):
+        prompt = _conversation(row, name, prompt)
+    elif not isinstance(prompt, str) or not prompt.strip():
+        raise row.error(f"`prompt` must be a text that is not empty, or a conversation, got {prompt!r}")
     if not is_unicode(json.dumps(prompt, ensure_ascii=False)):  # JSON may hold half of a surrogate pair
         raise row.error(f"a prompt must be UTF-8 text, got {prompt!r}")
     return replace(row, prompt=prompt, fields=fields)
 
 
-def _conversation(row: PromptRow, messages: Any) -> str | Turns:
-    """What is answered of `messages`. Raises `ValueError` for anything but a conversation."""
+def _conversation(row: PromptRow, name: str, messages: Any) -> str | Turns:
+    """What is answered of a conversation in the field `name`. Raises `ValueError` for anything but a conversation."""
     if not isinstance(messages, list) or not all(
         isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
         for turn in messages
     ):
-        raise row.error("`messages` must be a list of objects with the texts `role` and `content`")
+        raise row.error(f"`{name}` must be a list of objects with the texts `role` and `content`")
     turns = [{key: turn[key] for key in ("role", "content")} for turn in messages]
     if len(turns) > 1 and turns[-1]["role"] == "assistant":
         turns.pop()
     if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
         got = "nothing" if not turns or turns[-1]["role"] == "user" else turns[-1]["role"]
-        raise row.error(f"the last of the `messages` must be the user's (or the reply to it), got {got}")
+        raise row.error(f"the last of the `{name}` must be the user's (or the reply to it), got {got}")
     return turns if len(turns) > 1 else turns[0]["content"]
 
 

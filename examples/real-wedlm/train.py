@@ -71,6 +71,7 @@ COUNTS = {"extraction": 8000, "reasoning": 2000}
 # Of the mask adapter. With a root head, it had no more tokens per forward.
 ADAPTER: dict[str, Any] = {"rank": 16, "root_width": 0, "num_masks": 16}
 ADAPTER_SHARE, LEAST_ADAPTER = 0.1, 2  # of the minutes; minutes in which it learns anything
+ANSWERS = 4000  # that it learns from
 LEAST = 0.05  # of the learning rate, which falls along a cosine of the minutes
 
 
@@ -203,15 +204,21 @@ def whole_model(method: str, lora: Path, folder: Path) -> Path:
 
 
 def mask_adapter(model: Path, tasks: tuple[str, ...], folder: Path, minutes: float, seed: int) -> Path:
-    """Trains a mask adapter on answers of the whole model, or trains on; returns its folder."""
-    output, prompts = folder / "adapter", folder / "prompts.jsonl"
+    """Trains a mask adapter on the whole model, or trains on; returns its folder. It learns what the model says along
+    the answers of the data, which are nearly its own: so no time goes into writing some."""
+    output, answers, tokenizer = folder / "adapter", folder / "answers.jsonl", AutoTokenizer.from_pretrained(model)
     began, made = output / "work" / "adapt.json", model / "model.safetensors"
     if began.exists() and began.stat().st_mtime < made.stat().st_mtime:
         print(f"The model was trained on: the adapter in {output}, of earlier weights, begins anew.", flush=True)
         shutil.rmtree(output)
-    rows = [json.dumps({"prompt": row["prompt"]}) + "\n" for row in examples(tasks, seed)]
-    write_text(prompts, "".join(reversed(rows)))  # the last ones first: the model learned from few of them
-    adapt(model, output, AdaptConfig(minutes=minutes, prompts=prompts, seed=seed, **ADAPTER))
+    lines = []
+    for row in reversed(list(examples(tasks, seed))):  # the model learned from few of the last ones
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+        answer = tokenizer.encode(row["completion"][0]["content"], add_special_tokens=False)
+        tokens = {"prompt_ids": prompt["input_ids"], "response_ids": [*answer, tokenizer.eos_token_id]}
+        lines.append(json.dumps(tokens | {"greedy": True, "batch": len(lines)}))
+    write_text(answers, "\n".join(lines[:ANSWERS]) + "\n")
+    adapt(model, output, AdaptConfig(minutes=minutes, answers=answers, seed=seed, **ADAPTER))
     return output
 
 

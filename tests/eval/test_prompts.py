@@ -28,6 +28,9 @@ def rows(*items):
     (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
     (rows({"messages": [{"role": "user", "content": " "}]}), "line 1: the last .* the user's .*, got noth"),
     (rows({"messages": SYSTEM}), "line 1: the last of the `messages` must be the user's .*, got system"),
+    (rows({"prompt": SYSTEM}), "line 1: the last of the `prompt` must be the user's .*, got system"),
+    (rows({"prompt": []}), "line 1: the last of the `prompt` must be the user's .*, got nothing"),
+    (rows({"prompt": 3}), "line 1: `prompt` must be a text that is not empty, or a conversation, got 3"),
     (rows({"prompt": "\ud800"}), r"line 1: a prompt must be UTF-8 text, got '\\ud800'"),
     ("a\0b", "Prompts must be UTF-8 text, got a binary file: 'data.jsonl'"),
     (rows({"prompt": "a", "answer": "b"}, {"prompt": "c"}), "line 2: there is no `answer`, though line 1 has one"),
@@ -47,6 +50,8 @@ def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out(
     chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
     text = rows(*({"messages": chat} for chat in chats))
     assert [row.prompt for row in read_rows("d.jsonl", text)] == ["user", "user", [*SYSTEM, question], chats[3]]
+    as_trl = rows(*({"prompt": chat, "completion": [reply]} for chat in chats[::2]))
+    assert [row.prompt for row in read_rows("d.jsonl", as_trl)] == ["user", [*SYSTEM, question]]
     assert not caplog.messages and [prompt.text for prompt in read_prompts("d.jsonl", text)][1] == "user"
     assert caplog.messages == [
         "d.jsonl: answers are not compared with the replies in `messages`, but with an `answer` alone."
