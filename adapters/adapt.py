@@ -58,8 +58,8 @@ ANSWER_SHARE, MASK_SHARE, ROOT_SHARE, TABLE_SHARE = 0.2, 0.55, 0.1, 0.05
 ROWS_PER_TOKEN = 3  # mask rows that `--tokens` trains for each token of an answer
 BATCH_SIZE, MOST_SLOTS = {"cpu": 48, "cuda": 256}, {"cpu": 400, "cuda": 8192}
 LEAST_SLOTS, STEPS = 120, 300  # masks of a step, and steps that a short training should have
-# An evaluation looks at one token of held-out answers for so many trained rows, within limits.
-ROWS_PER_POSITION, LEAST_POSITIONS, MOST_POSITIONS = 200, 64, 4000
+# An evaluation has one mask behind a token of held-out answers for so many trained ones, within limits.
+ROWS_PER_EVALUATED, LEAST_POSITIONS, MOST_EVALUATED = 50, 64, 16_000
 TABLE_PROMPTS, TABLE_TOKENS, DECODERS = 12, 128, 3
 LEAST_ANSWER = 32  # tokens of each answer of the first batch, though the minutes for answers are over
 LEAST_PROMPTS = 2  # of the table, whatever they take
@@ -368,7 +368,7 @@ class _Run:
             disable_tqdm=True,
             use_cpu=self.device.type != "cuda",
         )
-        positions = min(max(rows // ROWS_PER_POSITION, LEAST_POSITIONS), MOST_POSITIONS)
+        positions = max(min(rows // ROWS_PER_EVALUATED, MOST_EVALUATED) // count, LEAST_POSITIONS)
         held_out = _beginnings(read_answers(self.held_out), positions)
         trainer = MaskAdapterTrainer(self.model, args, answers, held_out, clock=self.clock)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
