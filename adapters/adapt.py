@@ -264,7 +264,9 @@ class _Run:
             shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
             add_mask_adapter(model, MaskAdapterSettings(**shape))
-        width = ROOT_WIDTH if config.root_width is None else config.root_width
+        width = config.root_width
+        if width is None:
+            width = ROOT_WIDTH if config.start is None else 0
         if width and not keeps_state(model):  # there nothing reads a root head: drafts have no branches
             add_root_head(model, width)
         return model
@@ -362,7 +364,7 @@ class _Run:
             root_minutes=None if not root_seconds else root_seconds / 60,
             mask_rows=None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens,
             num_masks=count,
-            cut_stride=max(MaskTrainingConfig.cut_stride, count // 2),  # a batch has several answers
+            cut_stride=max(MaskTrainingConfig.cut_stride, count // 2),  # a batch may have several answers
             batch_slots=min(max(rows // STEPS, LEAST_SLOTS), MOST_SLOTS.get(self.device.type, 400)),
             seed=self.config.seed,
             disable_tqdm=True,
@@ -453,7 +455,7 @@ class _Run:
 def forecast(rows: int) -> str:
     """What so many trained mask rows brought where that was measured."""
     found = np.interp(math.log(max(rows, 1)), [0, *(math.log(known) for known in GAINS)], [1, *GAINS.values()])
-    return f"SmolLM2-135M decodes about {found:.1f} tokens per forward after {rows:,} rows."
+    return f"On all kinds of questions, SmolLM2-135M has about {found:.1f} tokens per forward after {rows:,} rows."
 
 
 class _ShowProgress(TrainerCallback):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MOST_MASKS = 32
+
 
 @dataclass(frozen=True)
 class AdaptConfig:
@@ -62,6 +64,8 @@ class AdaptConfig:
         if self.prompts is not None and self.answers is not None:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
         least = {"rank": 1, "head_width": 0, "root_width": 0}  # of a new adapter's shape
+        if self.num_masks is not None and self.num_masks > MOST_MASKS:
+            raise ValueError(f"`num_masks` must be at most {MOST_MASKS}, the rows of a step, got {self.num_masks}.")
         given = {name: value for name in (*least, "num_masks") if (value := getattr(self, name)) is not None}
         if self.start is not None and (own := [f"`{name}`" for name in given if name in least]):
             raise ValueError(f"The adapter {self.start!r} has its own shape: leave out {' and '.join(own)}.")

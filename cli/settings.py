@@ -13,7 +13,7 @@ _REASONS = {
     "transformers has moved it to the Hub": (
         "constraints", "force_words_ids", "penalty_alpha", "dola_layers", "low_memory",
     ),
-    "it is for an assistant, and commands take none": (
+    "it is about an assistant, and commands take none": (
         "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "num_assistant_tokens",
         "num_assistant_tokens_schedule", "speculation_type", "target_lookbehind",
     ),
@@ -41,9 +41,10 @@ _NEUTRAL = {
     "diversity_penalty": 0,
 }
 
-# Settings whose values transformers takes whatever they are: for true; above 1, for 1.
+# Settings whose values transformers takes whatever they are: for true, for 1, or for none.
 _SWITCHES = ("disable_compile", "do_sample", "remove_invalid_values", "renormalize_logits", "use_cache")
-_SHARES = ("epsilon_cutoff", "eta_cutoff", "top_p", "typical_p")
+_SHARES, _CUTOFFS = ("top_p", "typical_p"), ("epsilon_cutoff", "eta_cutoff")
+_BELOW_ZERO = ("eos_token_id", "guidance_scale")  # may be: an end that no token is, and guidance away
 _VOCABULARY = 2**19  # tokens; no model has so many
 
 
@@ -104,8 +105,14 @@ def _wanted(name: str, value: Any) -> str | None:
         return "true or false"
     if name.endswith("_token_id") and any(type(token) is not int for token in _listed(value)):
         return "a token id or a JSON list of them"
-    if name in _SHARES and isinstance(value, int | float) and value > 1:
+    if not isinstance(value, int | float):
+        return None
+    if value < 0 and name not in _BELOW_ZERO:
+        return "at least 0"
+    if name in _SHARES and value > 1:
         return "at most 1"
+    if name in _CUTOFFS and value >= 1:
+        return "below 1"
     return None
 
 
@@ -144,6 +151,7 @@ def checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def _try(keywords: Mapping[str, Any]) -> None:
     """Has a model of one layer decode as asked: most values are checked where they are used, and nowhere else."""
+    import logging
     import warnings
 
     import torch
@@ -155,8 +163,16 @@ def _try(keywords: Mapping[str, Any]) -> None:
     ids: dict[str, Any] = dict.fromkeys(("eos_token_id", "pad_token_id"), _VOCABULARY - 1)
     config = WeDLMConfig(**sizes, **ids, mask_token_id=_VOCABULARY - 2)
     how = {"strategy": "wedlm", "do_sample": True, **keywords, "max_new_tokens": 2, "stop_strings": None}
+    if isinstance(width := how.get("window_size"), int):
+        how["window_size"] = min(width, 2)  # a static cache has room for all of it
     if how["strategy"] == "wedlm":  # what a checkpoint stores is not known
         how["verification"] = how.get("verification") or "exact"
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of so short an answer
-        WeDLMForCausalLM(config).eval().generate(torch.zeros(1, 4, dtype=torch.int64), **how)
+    own = logging.getLogger("wedlm_hf")
+    level = own.level
+    own.setLevel(logging.ERROR)  # the command's own call warns
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of so short an answer
+            WeDLMForCausalLM(config).eval().generate(torch.zeros(1, 4, dtype=torch.int64), **how)
+    finally:
+        own.setLevel(level)

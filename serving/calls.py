@@ -366,7 +366,8 @@ class CallManager:
         config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
         is_long = not all(answer.is_short for answer in batch)
-        has_room = is_long and config.cache_implementation is None  # a static cache is the model's only one
+        # A static cache is the model's only one, and `max_time` is for all that happens in a call.
+        has_room = is_long and config.cache_implementation is None and config.max_time is None
         streamer = Batch(batch, self._let_in) if has_room else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         if processors := asked.processors:

@@ -128,7 +128,8 @@ class Endpoint:
         """A request, and what it asks for, answer by answer. Raises `RequestError` or `ValueError` for one that cannot
         be honoured. Takes its time: no other request should wait for it."""
         try:
-            fields = json.loads(body.decode())  # in no other encoding, which would hide what is dear to read
+            # In no other encoding, which would hide what is dear to read.
+            fields = json.loads(body.decode("utf-8-sig"))
             if isinstance(fields, dict) and isinstance(fields.get("model"), str):
                 self.served.check_name(fields["model"])
             if b"\\ud" in body.lower():  # else all of it is Unicode

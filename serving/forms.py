@@ -70,7 +70,7 @@ _FORMS: dict[str, str | dict[str, Any]] = {
             },
             "tool_calls": {
                 "open_pattern": r"(?:<\|start\|>assistant)?(?: to=functions\.(?P<name>[\w.-]+)<\|channel\|>\w+"
-                r"|<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+))\s*(?:<\|constrain\|>)?\w*\s*<\|message\|>",
+                r"|<\|channel\|>\w+ to=functions\.(?P<name>[\w.-]+))\s*+(?:<\|constrain\|>)?\w*+\s*+<\|message\|>",
                 "close": ["<|call|>", "<|end|>"],
                 "repeats": True,
                 "content": "json",
@@ -109,6 +109,6 @@ def _linear(field: dict[str, Any]) -> dict[str, Any]:
     }
     field = field | {key: rf"(?<!\s)\s++(?:{rest})|{rest}" for key, rest in rests.items()}
     if tags := field.get("content_args", {}).get("tag_pattern"):
-        tags = tags.replace(rf".*?){SPACE}", r".*?)(?:(?<!\s)\s++)?")
+        tags = tags.replace(rf".*?){SPACE}", r".*?)(?:(?<!\s)\s++)?").replace(r">\s*(?P<value>", r">\s*+(?P<value>")
         field["content_args"] = field["content_args"] | {"tag_pattern": tags}
     return field

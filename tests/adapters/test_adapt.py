@@ -195,6 +195,11 @@ def test_answers_and_adapters_of_other_runs_are_taken_further(tmp_path, base, wh
     for name, weight in load_file(out / "adapter_model.safetensors").items():
         if weight.is_floating_point():
             assert float((weight - begun[name]).abs().max()) < 0.1, name  # a few small steps away
+    rootless, _ = run(tmp_path, whole.base, "rootless", **options | {"start": None, "rank": 2, "root_width": 0})
+    for start in (whole.out, rootless):  # an adapter keeps its shape
+        further, _ = run(tmp_path, whole.base, f"from-{start.name}", **options | {"start": str(start)})
+        shapes = [json.loads((each / "adapter_config.json").read_text())["root_width"] for each in (start, further)]
+        assert shapes[0] == shapes[1] == (0 if start == rootless else 1024)
     tuned = write_base(tmp_path / "other" / "llama", seed=1)  # as a fine-tune of the first
     out, _ = run(tmp_path, tuned, "out2", **options, num_masks=12)
     assert json.loads((out / "adapter_config.json").read_text())["num_masks"] == 12 > config["num_masks"]
@@ -232,6 +237,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, m
     for minutes in (0.0, float("nan"), float("inf")):
         refused(f"`minutes` must be a finite number greater than 0, got {minutes}", minutes=minutes)
     refused("`num_masks` must be at least 1, got 0", num_masks=0)
+    refused("`num_masks` must be at most 32, the rows of a step, got 33", num_masks=33)
     refused("`answers` need no `prompts`", answers=Path("a.jsonl"))
     refused("The adapter 'a' has its own shape: leave out `rank` and `head_width`", start="a")
     refused("`root_width` must be at least 0, got -1", root_width=-1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -135,12 +136,14 @@ def test_minutes_are_announced_by_their_shares_and_a_forecast_follows_once_the_p
     made = adapted(tmp_path, machine, monkeypatch, minutes=2)
     shown = machine.console.file.getvalue()
     assert "2 minutes: 0.4 for the model's own answers, 1.1 for masks, 0.2 for the root head." in shown
-    rows = int(
-        shown.partition("About ")[2].partition(" mask rows in all. SmolLM2-135M decodes about 1.")[0].replace(",", "")
+    (about,) = re.findall(
+        r"About ([\d,]+) mask rows in all\. On all kinds of questions, SmolLM2-135M has about 1\.", shown
     )
+    rows = int(about.replace(",", ""))
     assert 0.7 * made["mask_rows"] < rows < 1.3 * made["mask_rows"]
     for known, gain in GAINS.items():
-        assert forecast(known) == f"SmolLM2-135M decodes about {gain:.1f} tokens per forward after {known:,} rows."
+        known_gain = f"SmolLM2-135M has about {gain:.1f} tokens per forward after {known:,} rows."
+        assert forecast(known) == f"On all kinds of questions, {known_gain}"
     assert "about 1.0 tokens per forward after 0 rows" in forecast(0) and "about 2.0 tokens" in forecast(10**8)
 
 

@@ -125,6 +125,19 @@ def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, 
         assert (code, error.startswith(f"Error: `--set {name}=…` has no place in a command: ")) == (2, True), error
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"{name}=-1" for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size", "max_time", "top_k")),
+        *(f"{name}={value}" for name in ("epsilon_cutoff", "eta_cutoff") for value in (-0.5, 1, 1.5)),
+    ],
+)
+def test_numbers_that_transformers_would_pass_over_in_silence_are_refused(command, setting):
+    for word in ("generate", "serve"):
+        code, _, error = command(word, EXACT, (setting,))
+        assert code == 2 and setting.partition("=")[0] in error, error
+
+
 @pytest.mark.parametrize("decoding", [AR, EXACT])
 @pytest.mark.parametrize(
     "setting", ["top_p=0", "suppress_tokens=[]", "begin_suppress_tokens=[]", "eos_token_id=-1", "eos_token_id=[]"]

@@ -135,10 +135,14 @@ def test_a_call_that_is_cut_is_no_call():
 
 BLANK = " " * 40000
 XML = "<tool_call><function=f><parameter=a>b{}c</parameter></function></tool_call>"
+UNENDED = {"qwen3_5": "<tool_call><function=f><parameter=a>{}c</function></tool_call>"}
+UNENDED["gpt_oss"] = "<|channel|>commentary to=functions.f<|channel|>commentary{}c"
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [*((name, "Hi{}Hi") for name in sorted(PARSERS)), ("qwen3_5", XML)], ids=str
+    ("name", "text"),
+    [*((name, "Hi{}Hi") for name in sorted(PARSERS)), ("qwen3_5", XML), *UNENDED.items()],
+    ids=str,
 )
 def test_white_space_is_read_once_however_long_it_is(name, text):
     """Else each of these would take half a minute, in which no other thread has a turn."""
@@ -152,7 +156,8 @@ def test_white_space_is_read_once_however_long_it_is(name, text):
     answer.finish("stop")
     assert time.thread_time() - start < 2
     items = [item for _, item, _ in sent if item]
-    assert "".join(map(str, items)).split() == ["Hi", "Hi"] or items == [ToolCall("f", f'{{"a": "b{BLANK}c"}}')]
+    if text != UNENDED.get(name):
+        assert "".join(map(str, items)).split() == ["Hi", "Hi"] or items == [ToolCall("f", f'{{"a": "b{BLANK}c"}}')]
 
 
 N3 = [ToolCall("f", '{"n": 3}')]
@@ -248,7 +253,7 @@ def scripted():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
 
-    def write(batch):
+    def write(batch, is_let_in=False):
         for answer in batch:
             answer.put(tokenizer(server.text).input_ids)
             answer.finish("stop")
