@@ -285,8 +285,8 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
 
 LARGE = {
     f"examples/{name}" for name in (
-        "real-wedlm/wedlm/adapter_model.safetensors", "smollm2/adapter_model.safetensors",
-        "wedlm-nano/model.safetensors",
+        "real-wedlm/adapter/adapter_model.safetensors", "real-wedlm/wedlm/adapter_model.safetensors",
+        "smollm2/adapter_model.safetensors", "wedlm-nano/model.safetensors",
     )
 }  # fmt: skip
 

@@ -194,6 +194,7 @@ def real_wedlm(tmp_path_factory, real_model) -> Path:
 def real_workplace(workplace, real_model, real_wedlm):
     """As `workplace`, with the real models under their names, and the adapter as the one that a reader has trained."""
     here = {REAL_ID: real_model, REAL_FILE: ROOT / smollm2.FOLDER, REAL_WEDLM: real_wedlm}
+    here["examples/real-wedlm"] = ROOT / "examples/real-wedlm"
     for name, source in (here | dict.fromkeys(["my-adapter", "examples/smollm2"], smollm2.ADAPTER)).items():
         shutil.rmtree(workplace / name, ignore_errors=True)
         (workplace / name).parent.mkdir(parents=True, exist_ok=True)

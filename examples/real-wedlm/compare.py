@@ -56,7 +56,8 @@ def decoders(methods: Sequence[str], has_adapter: bool) -> dict[str, dict[str, A
     if "wedlm" in methods:
         found["wedlm ar"] = {"model": "wedlm", **DECODERS[AR]}
         found["wedlm exact"] = {"model": "wedlm+adapter" if has_adapter else "wedlm", **DECODERS[EXACT]}
-        found["wedlm masks exact"] = {"model": "wedlm", **DECODERS[EXACT]}
+        if has_adapter:
+            found["wedlm masks exact"] = {"model": "wedlm", **DECODERS[EXACT]}
         middle = {"entropy_threshold": THRESHOLDS[1], "distance_penalty": PENALTIES[0]}
         found["wedlm block"] = {"model": "wedlm", **DECODERS[BLOCK], **middle}
         for tau, penalty in product(THRESHOLDS, PENALTIES):

@@ -212,12 +212,13 @@ def mask_adapter(model: Path, tasks: tuple[str, ...], folder: Path, minutes: flo
         print(f"The model was trained on: the adapter in {output}, of earlier weights, begins anew.", flush=True)
         shutil.rmtree(output)
     lines = []
-    for row in reversed(list(examples(tasks, seed))):  # the model learned from few of the last ones
+    for row in islice(reversed(list(examples(tasks, seed))), ANSWERS):  # the model learned from few of the last ones
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
         answer = tokenizer.encode(row["completion"][0]["content"], add_special_tokens=False)
         tokens = {"prompt_ids": prompt["input_ids"], "response_ids": [*answer, tokenizer.eos_token_id]}
-        lines.append(json.dumps(tokens | {"greedy": True, "batch": len(lines)}))
-    write_text(answers, "\n".join(lines[:ANSWERS]) + "\n")
+        # As greedy answers, of which some are held out.
+        lines.append(json.dumps(tokens | {"greedy": True, "batch": len(lines)}) + "\n")
+    write_text(answers, "".join(lines))
     adapt(model, output, AdaptConfig(minutes=minutes, answers=answers, seed=seed, **ADAPTER))
     return output
 
@@ -236,12 +237,14 @@ def main() -> None:
     os.nice(10)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    tasks, share = tuple(options.tasks), ADAPTER_SHARE * (options.method == "wedlm")
-    lora = train(options.method, tasks, options.output, (1 - share) * options.minutes, options.seed)
+    tasks, minutes = tuple(options.tasks), ADAPTER_SHARE * options.minutes  # the latter are the adapter's
+    if options.method == "sft" or minutes < LEAST_ADAPTER:
+        minutes = 0
+    lora = train(options.method, tasks, options.output, options.minutes - minutes, options.seed)
     model = whole_model(options.method, lora, options.output)
     print(f"The LoRA is in {lora}, the model in {model}.", flush=True)
-    if share * options.minutes >= LEAST_ADAPTER:
-        adapter = mask_adapter(model, tasks, options.output, share * options.minutes, options.seed)
+    if minutes:
+        adapter = mask_adapter(model, tasks, options.output, minutes, options.seed)
         print(f"The mask adapter is in {adapter}.", flush=True)
     for task in options.tasks if options.count else ():
         count = ["--task", task, "--count", str(options.count)]

@@ -72,16 +72,18 @@ def test_a_folder_without_weights_is_told_with_the_command_that_trains_them(tmp_
 
 
 @pytest.mark.slow
-def test_the_published_lora_turns_messages_into_json_as_ar_does_in_fewer_forwards():
+def test_the_published_weights_turn_messages_into_json_as_ar_does_in_fewer_forwards():
     root = Path(data.__file__).parents[2]
     command = [sys.executable, "examples/real-wedlm/compare.py", "--task", "extraction", "--count", "2", "--json"]
-    result = subprocess.run([*command, "--only", "wedlm ar", "wedlm exact"], cwd=root, capture_output=True, text=True)
+    command += ["--only", "wedlm ar", "wedlm exact", "wedlm masks exact"]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if "cannot be fetched" in result.stderr:
         pytest.skip("no package index")
     assert not result.returncode, result.stderr
     assert "Warning" not in result.stderr
-    ar, exact = json.loads(result.stdout)
-    assert exact["right"] == ar["right"] and exact["tokens_per_forward"] > 2
+    ar, exact, masks = json.loads(result.stdout)
+    assert exact["right"] == masks["right"] == ar["right"]
+    assert exact["tokens_per_forward"] > masks["tokens_per_forward"] > 2
 
 
 def test_bad_requests_are_refused():
