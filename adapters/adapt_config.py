@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MOST_MASKS = 32
+MOST_MASKS = 32  # generation's LARGEST_WINDOW, which takes torch to import
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,16 @@ class AdaptConfig:
             raise ValueError(f"`seed` must be an integer of at least 0, below {2**32}, got {self.seed}.")
         if self.prompts is not None and self.answers is not None:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
-        least = {"rank": 1, "head_width": 0, "root_width": 0}  # of a new adapter's shape
-        if self.num_masks is not None and self.num_masks > MOST_MASKS:
-            raise ValueError(f"`num_masks` must be at most {MOST_MASKS}, the rows of a step, got {self.num_masks}.")
-        given = {name: value for name in (*least, "num_masks") if (value := getattr(self, name)) is not None}
-        if self.start is not None and (own := [f"`{name}`" for name in given if name in least]):
+        least = {"rank": 1, "head_width": 0, "root_width": 0, "num_masks": 1}
+        given = {name: value for name in least if (value := getattr(self, name)) is not None}
+        own = [f"`{name}`" for name in given if name != "num_masks"]  # which alone may change
+        if self.start is not None and own:
             raise ValueError(f"The adapter {self.start!r} has its own shape: leave out {' and '.join(own)}.")
         for name, value in given.items():
-            if value < least.get(name, 1):
-                raise ValueError(f"`{name}` must be at least {least.get(name, 1)}, got {value}.")
+            if value < least[name]:
+                raise ValueError(f"`{name}` must be at least {least[name]}, got {value}.")
+        if given.get("num_masks", 0) > MOST_MASKS:
+            raise ValueError(f"`num_masks` must be at most {MOST_MASKS}, the rows of a step, got {self.num_masks}.")
 
     def identity(self, base: str) -> dict[str, Any]:
         """What a run in a folder must agree on with the one that began it. The budget may grow."""

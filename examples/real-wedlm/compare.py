@@ -66,18 +66,18 @@ def decoders(methods: Sequence[str], has_adapter: bool) -> dict[str, dict[str, A
     return found
 
 
-def load(names: Iterable[str], run: Path | None, dtype: str) -> dict[str, Any]:
-    """The models and their `tokenizer`, by name."""
-    loras, found = run or HERE, {}
+def load(names: Iterable[str], run: Path | None, dtype: str) -> tuple[dict[str, Any], Any]:
+    """The models by name, and their tokenizer."""
+    loras, found, tokenizer = run or HERE, {}, None
     for name in sorted(set(names)):
         method, _, has_adapter = name.partition("+")
         path = str(whole_model(method, loras / method, run or PUBLISHED))
         found[name] = load_model(path, dtype=dtype)
-        found["tokenizer"] = load_tokenizer(path)
+        tokenizer = tokenizer or load_tokenizer(path)
         if has_adapter:
             is_own = method == "wedlm"
             load_mask_adapter(found[name], loras / "adapter" if is_own else BUNDLED, any_base=not is_own)
-    return found
+    return found, tokenizer
 
 
 def draw(found: list[list[dict[str, Any]]], file: Path) -> None:
@@ -128,8 +128,7 @@ def main() -> None:
     if unknown := [name for name in options.only or () if name not in asked]:
         parser.error(f"--only: there is no {unknown[0]!r}, but {', '.join(map(repr, asked))}")
     asked = {name: how for name, how in asked.items() if name in (options.only or asked)}
-    models = load((how["model"] for how in asked.values()), options.run, options.dtype)
-    tokenizer = models.pop("tokenizer")
+    models, tokenizer = load((how["model"] for how in asked.values()), options.run, options.dtype)
     asked = {name: how | {"model": models[how["model"]]} for name, how in asked.items()}
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
     rows = compare(next(iter(models.values())), tokenizer, prompts, asked, title=f"{options.task} problems")

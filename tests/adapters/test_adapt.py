@@ -21,10 +21,12 @@ from typer.testing import CliRunner
 
 from wedlm_hf.adapters import adapt as adapt_module
 from wedlm_hf.adapters.adapt import ROWS_PER_TOKEN, AdaptConfig, adapt
+from wedlm_hf.adapters.adapt_config import MOST_MASKS
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
 from wedlm_hf.adapters.model_card import model_card, read_log
 from wedlm_hf.cli import app
+from wedlm_hf.generation.settings import LARGEST_WINDOW
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
 
@@ -237,6 +239,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, m
     for minutes in (0.0, float("nan"), float("inf")):
         refused(f"`minutes` must be a finite number greater than 0, got {minutes}", minutes=minutes)
     refused("`num_masks` must be at least 1, got 0", num_masks=0)
+    assert MOST_MASKS == LARGEST_WINDOW
     refused("`num_masks` must be at most 32, the rows of a step, got 33", num_masks=33)
     refused("`answers` need no `prompts`", answers=Path("a.jsonl"))
     refused("The adapter 'a' has its own shape: leave out `rank` and `head_width`", start="a")
