@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character are decoded to
+LONGEST_HELD = 64  # tokens; a character has four bytes at most, so what is held longer is no beginning of one
 
 _SIGNS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))
@@ -28,14 +30,49 @@ def writer_to(console: Console) -> Callable[[str, int], None]:
     return write
 
 
+class TextDecoder:
+    """Text of tokens that come one by one. What may be the beginning of a character is held back; bytes that are none
+    become replacement characters, as `decode` makes them.
+
+    Args:
+        decode: the text of tokens by themselves.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]):
+        self.decode = decode
+        self.sent: list[int] = []  # the last tokens whose text went out: some decoders join words by what is before
+        self.held: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """The part of the text that is new and certain."""
+        self.held.append(token)
+        text = self._held_text()
+        if (not text or text.endswith(REPLACEMENT)) and len(self.held) < LONGEST_HELD:
+            return ""
+        if text:
+            self.sent = self.held
+        self.held = []
+        return text
+
+    def rest(self) -> str:
+        """What was held back, once there is no more."""
+        text, self.held = self._held_text() if self.held else "", []
+        return text
+
+    def _held_text(self) -> str:
+        before, text = self.decode(self.sent), self.decode(self.sent + self.held)
+        # Bytes behind other bytes may change how those are decoded, which cannot be taken back.
+        return text[len(before) :] if text.startswith(before) else self.decode(self.held)
+
+
 class AnswerStreamer(BaseStreamer):
     """Writes text as it becomes final: calls `write` with new text and the number, from 1, of the group of tokens that
     became final with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
-        self.tokenizer, self.write = tokenizer, write
-        self.tokens: list[int] = []  # the final ones so far
-        self.written = 0
+        self.write = write
+        self.decoder = TextDecoder(partial(tokenizer.decode, skip_special_tokens=True))
+        self.count = 0  # of the final tokens so far
         self.group = -1  # the prompt comes first
         self.seconds = 0.0  # spent in here, not in the decoder
 
@@ -46,17 +83,12 @@ class AnswerStreamer(BaseStreamer):
             self.group = 0
         elif value.numel():
             self.group += 1
-            self.tokens.extend(value.flatten().tolist())
-            self._write(hold_back=True)
+            tokens = value.flatten().tolist()
+            self.count += len(tokens)
+            if text := "".join(map(self.decoder.feed, tokens)):
+                self.write(text, self.group)
         self.seconds += time.perf_counter() - start
 
     def end(self) -> None:
         """Writes what was held back."""
-        self._write(hold_back=False)
-
-    def _write(self, hold_back: bool) -> None:
-        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
-        if hold_back and text.endswith(REPLACEMENT):
-            return  # the last character lacks some of its bytes
-        self.write(text[self.written :], self.group)
-        self.written = len(text)
+        self.write(self.decoder.rest(), self.group)

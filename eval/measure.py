@@ -12,7 +12,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -40,34 +41,55 @@ Measured = dict[str, Any]  # a line of the table of measurements
 
 
 class ForwardCounter:
-    """Counts and times a model's forwards inside a `with` block. `entered` and `left` are the host clock at both ends
-    of the block, seconds, once a GPU has done its work."""
+    """Counts and times a model's forwards inside a `with` block, but for those inside [`paused`]. `entered` and `left`
+    are the host clock at both ends of the block, seconds, once a GPU has done its work. `note` gets the logits of each
+    forward."""
 
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
+    def __init__(self, model: torch.nn.Module, note: Callable[[torch.Tensor], None] | None = None):
+        self.model, self.note = model, note
         self.shapes: list[tuple[int, int]] = []  # rows and tokens per row of each forward
         self.starts: list[float] = []  # host clock, seconds
         self._begins: list[Any] = []
         self._ends: list[Any] = []
+        self._is_paused, self._away = False, 0.0  # seconds in pauses
 
     def __enter__(self) -> "ForwardCounter":
         self.entered = self.left = now(self.model)
         self._hooks = (
             self.model.register_forward_pre_hook(self._count, with_kwargs=True),
-            self.model.register_forward_hook(lambda model, args, output: self._ends.append(_mark(output.logits))),
+            self.model.register_forward_hook(self._end),
         )
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.left = now(self.model)
+        self.left = now(self.model) - self._away
         for hook in self._hooks:
             hook.remove()
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_paused:
+            return
         input_ids = args[0] if args else kwargs["input_ids"]
         self.shapes.append(tuple(input_ids.shape))
-        self.starts.append(time.perf_counter())
+        self.starts.append(time.perf_counter() - self._away)
         self._begins.append(_mark(input_ids))
+
+    def _end(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_paused:
+            return
+        self._ends.append(_mark(output.logits))
+        if self.note is not None:
+            self.note(output.logits)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the model does inside is another's."""
+        start, self._is_paused = now(self.model), True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._away += now(self.model) - start
 
     @property
     def forwards(self) -> int:
@@ -109,6 +131,22 @@ class _FirstTokenClock(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+class _Pausing(BaseStreamer):
+    """Passes tokens on to a streamer, and then lets others use the model, but not before the first forward."""
+
+    def __init__(self, streamer: BaseStreamer, counter: ForwardCounter, between: Callable[[], None]):
+        self.streamer, self.counter, self.between = streamer, counter, between
+
+    def put(self, value: torch.Tensor) -> None:
+        self.streamer.put(value)
+        if self.counter.forwards:
+            with self.counter.paused():
+                self.between()
+
+    def end(self) -> None:
+        self.streamer.end()
 
 
 @dataclass(frozen=True)
@@ -192,8 +230,11 @@ def decode_call(
     streamer: BaseStreamer | None = None,
     *,
     seed: int | None = None,
+    note: Callable[[torch.Tensor], None] | None = None,
+    between: Callable[[], None] | None = None,
 ) -> tuple[list[Decoding], Any, ForwardCounter]:
-    """As [`decode`], with what `generate` returned and the counter of its forwards."""
+    """As [`decode`], with what `generate` returned and the counter of its forwards; `note` gets the logits of each.
+    `between` is called where tokens come: what it does with the model is neither counted nor timed."""
     inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
     own = dict(options)
     if own.get("strategy") == "ar" and not isinstance(model, WeDLMGenerationMixin):
@@ -207,8 +248,10 @@ def decode_call(
         torch.cuda.reset_peak_memory_stats(model.device)
         held = torch.cuda.memory_allocated(model.device)
     flags = {} if "generation_config" in options else {"return_dict_in_generate": True}  # one of them asks for it
-    with ForwardCounter(model) as counter:
-        output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=streamer or clock, **flags, **own)
+    with ForwardCounter(model, note) as counter:
+        stream: Any = streamer or clock
+        stream = _Pausing(stream, counter, between) if between else stream
+        output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=stream, **flags, **own)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
     answers = [row["tokens"] for row in rows]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(rows)

@@ -8,7 +8,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from ..eval.measure import pad_left
 from ..generation.grammar import Grammar, JSONConstraint, Thoughts
 from ..generation.settings import OptionError
 from .message import Piece, PlainParser
-from .text import StopTrimmer, TextDecoder
+from .text import AnswerText
 
 log = logging.getLogger("wedlm_hf.serving")
 
@@ -78,7 +78,8 @@ class Asked:
         seed: of sampling; `None`: each answer is another.
         stops: strings before which an answer ends.
         parser: makes what tells content, thoughts and tool calls apart.
-        skipped: tokens that are not in the text.
+        special: tokens that people do not read, and their names.
+        parsed: those of them that the parser reads.
         makes_one_call: an answer ends behind its first tool call.
         likeliest: so many tokens are listed at each place, beside the chosen one; `None`: no log-probabilities.
         grammar: what the answer must follow.
@@ -92,12 +93,19 @@ class Asked:
     seed: int | None = None
     stops: list[str] = field(default_factory=list)
     parser: Callable[[], Any] = PlainParser
-    skipped: Collection[int] = ()
+    special: Mapping[int, str] = field(default_factory=dict)
+    parsed: Collection[int] = ()
     makes_one_call: bool = False
     likeliest: int | None = None
     grammar: Grammar | None = None
     thoughts: Thoughts | None = None
     is_ordered: bool = True
+
+    @cached_property
+    def read(self) -> dict[int, str]:
+        """Special tokens that a stop string names or the parser reads."""
+        stops = "\0".join(self.stops)
+        return {token: name for token, name in self.special.items() if token in self.parsed or name in stops}
 
     @cached_property
     def kind(self) -> Hashable:
@@ -138,12 +146,9 @@ class Answer:
         self.thought_count = 0  # tokens of thoughts
         self.forwards = self.drafted = self.accepted = 0
         self._parser = asked.parser()
-        self._decoder = TextDecoder(tokenizer._tokenizer, asked.skipped)
-        self._trimmer = StopTrimmer(asked.stops)
-        # So many tokens hold any stop string that ends with the last one, whose first character is whole.
-        self.tail = max((len(stop.encode()) for stop in asked.stops), default=0) + 4
+        self._text = AnswerText(tokenizer._tokenizer, asked.stops, asked.special, asked.read, asked.parsed)
+        self.is_stopped, self.tail = self._text.is_stopped, self._text.tail
         self._unsent: list[tuple[int, Chances]] = []  # with the characters before the token
-        self._read_count = 0  # characters
 
     @property
     def forwards_taken(self) -> int:
@@ -167,30 +172,22 @@ class Answer:
                 continue
             self.tokens.append(token)
             if chances is not None and token not in self.ends:
-                self._unsent.append((self._read_count, chances))
+                self._unsent.append((self._text.count, chances))
             if token not in self.ends:
-                self._read(self._decoder.feed(token))
+                self._read(self._text.feed(token))
                 self.thought_count += self._parser.is_thinking
             is_called = self.has_calls and self.asked.makes_one_call
-            if token in self.ends or self.is_stopped(self.tokens) or self._trimmer.is_over or is_called:
+            if token in self.ends or self._text.is_over or self.is_stopped(self.tokens) or is_called:
                 self.finish("stop")
             elif len(self.tokens) >= self.limit:
                 self.finish("length")
-
-    def is_stopped(self, tokens: list[int]) -> bool:
-        """Whether a stop string ends with the last of these tokens."""
-        if not self.asked.stops:
-            return False
-        text = self._decoder.decode(tokens[-self.tail :])
-        return any(stop in text for stop in self.asked.stops)
 
     def finish(self, reason: str) -> None:
         """Ends the answer."""
         if self.is_over:
             return
         try:
-            self._read(self._decoder.rest())
-            self._send(self._parser.read(self._trimmer.rest()))
+            self._read(self._text.rest())
             self._send(self._parser.end(is_cut=reason == "length"))
         except Exception as error:
             log.exception("%s: failed", self.request_id)
@@ -199,7 +196,7 @@ class Answer:
         self.finish_reason = "tool_calls" if self.has_calls and reason == "stop" else reason
         self.is_over = True
         # Behind a stop string, nothing belongs to the text.
-        self._enqueue(None, self._trimmer.count if self._trimmer.is_over else self._read_count + 1)
+        self._enqueue(None, self._text.passed if self._text.is_over else self._text.count + 1)
 
     def fail(self, error: Exception) -> None:
         """Ends it by an error."""
@@ -214,8 +211,7 @@ class Answer:
         self.fail(RequestError("The answer was cut off: the server ends.", status=503))
 
     def _read(self, text: str) -> None:
-        self._read_count += len(text)
-        if text := self._trimmer.feed(text):
+        if text:
             self._send(self._parser.read(text))
 
     def _send(self, pieces: list[Piece]) -> None:
@@ -231,17 +227,32 @@ class Answer:
         self.send((self.index, item, sent))
 
 
+class Turns:
+    """Lets others in between the forwards of a call, and again when the call has run for as long as that took."""
+
+    def __init__(self, let_in: Callable[[], None]):
+        self.let_in = let_in
+        self.alone_until = 0.0  # seconds: others are let in from then on
+
+    def take(self) -> None:
+        """It is others' turn, unless they had theirs just now."""
+        start = time.perf_counter()
+        if start >= self.alone_until:
+            self.let_in()
+            end = time.perf_counter()
+            self.alone_until = end + (end - start)
+
+
 class Batch(BaseStreamer, StoppingCriteria):
     """Sequences of one `generate` call: hands each its tokens, and ends each where it ends.
 
     Args:
         answers: of the call.
-        let_in: is called behind a forward, at most once; and again when the call has run for as long as that took.
+        between: is called behind a forward, at most once.
     """
 
-    def __init__(self, answers: Sequence[Answer], let_in: Callable[[], None] = lambda: None):
-        self.answers, self.let_in = answers, let_in
-        self.alone_until = 0.0  # seconds: others are let in from then on
+    def __init__(self, answers: Sequence[Answer], between: Callable[[], None] = lambda: None):
+        self.answers, self.between = answers, between
         # Whether `put_step` tells of forwards (else each `put` is one), and others had their turn behind the last one.
         self.has_steps = self.is_passed = False
         self.width = max(len(answer.asked.prompt) for answer in answers)
@@ -280,15 +291,8 @@ class Batch(BaseStreamer, StoppingCriteria):
                     answer.fail(as_request_error(error))
             if not self.is_passed:
                 self.is_passed = self.has_steps
-                self._take_turns()
+                self.between()
         self.is_prompt = False
-
-    def _take_turns(self) -> None:
-        start = time.perf_counter()
-        if start >= self.alone_until:
-            self.let_in()
-            end = time.perf_counter()
-            self.alone_until = end + (end - start)
 
     def put_step(self, counts: list[tuple[int, int, int]]) -> None:
         """Takes what a forward did, see [`TokenStream`]."""
@@ -308,7 +312,7 @@ class Batch(BaseStreamer, StoppingCriteria):
         is_over = []
         for answer, row in zip(self.answers, input_ids, strict=True):
             is_over.append(answer.is_over or answer.is_cancelled.is_set() or count >= answer.limit)
-            if answer.asked.stops and not is_over[-1]:
+            if answer.asked.stops and not is_over[-1] and count > len(answer.tokens):  # of those it has, it knows
                 is_over[-1] = answer.is_stopped(row[max(self.width, len(row) - answer.tail) :].tolist())
         return torch.tensor(is_over, device=input_ids.device)
 
@@ -356,8 +360,13 @@ class CallManager:
             for answer in batch:
                 answer.fail(as_request_error(error))
 
+    def turns(self, config: GenerationConfig) -> Turns:
+        """Short answers are made between the forwards of a call, and theirs let nobody in."""
+        # A static cache is the model's only one, and `max_time` is for all that happens in a call.
+        has_room = config.cache_implementation is None and config.max_time is None
+        return Turns(self._let_in if has_room else lambda: None)
+
     def _let_in(self) -> None:
-        """Makes short answers while a longer call waits: theirs lets nobody in."""
         if self.waiting:
             self._answer_next(is_short=True)
 
@@ -366,9 +375,7 @@ class CallManager:
         config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
         is_long = not all(answer.is_short for answer in batch)
-        # A static cache is the model's only one, and `max_time` is for all that happens in a call.
-        has_room = is_long and config.cache_implementation is None and config.max_time is None
-        streamer = Batch(batch, self._let_in) if has_room else Batch(batch)
+        streamer = Batch(batch, self.turns(config).take) if is_long else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         if processors := asked.processors:
             keywords["logits_processor"] = processors

@@ -157,9 +157,9 @@ class Endpoint:
             raise RequestError(message, param="logprobs")
         rest = {"seed": request.seed, "stops": request.stop or self.served.stops, "likeliest": request.likeliest}
         rest["is_ordered"] = is_ordered
-        skipped = self.served.special.keys() if request.skip_special_tokens else ()
+        rest["special"] = self.served.special if request.skip_special_tokens else {}
         asked = [
-            Asked(prompt, self._config(request, prompt), settings, **{"skipped": skipped} | rest | more)
+            Asked(prompt, self._config(request, prompt), settings, **rest | more)
             for prompt, more in self._prompts(request)
         ]
         needs = {
@@ -263,12 +263,10 @@ class ChatEndpoint(Endpoint):
             if not tools:  # nobody asked for calls
                 fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
                 template = replace(template, fields=fields)
-            is_skipped = request.skip_special_tokens
-            parser = partial(MessageParser, template, prefix, tools, special.values() if is_skipped else ())
+            skipped = special.values() if request.skip_special_tokens else ()
+            parser = partial(MessageParser, template, prefix, tools, skipped)
             if schema is None:
-                more |= {"parser": parser} | (
-                    {"skipped": served.special.keys() - special.keys()} if is_skipped else {}
-                )
+                more |= {"parser": parser, "parsed": special.keys()}
         if schema is not None:
             more |= {"grammar": self._grammar(schema, request)}
             text, begun = self._begun(
@@ -283,8 +281,8 @@ class ChatEndpoint(Endpoint):
         if not (wants or thinks):
             return text, {"parser": behind}
         opening, closing = self.served.bounds
-        skipped = [number for number, written in self.served.special.items() if written != closing]
-        more = {"thoughts": self.served.thoughts, "skipped": skipped}
+        parsed = [number for number, written in self.served.special.items() if written == closing]
+        more = {"thoughts": self.served.thoughts, "parsed": parsed}
         return text if thinks else f"{text}{opening}\n", more | {"parser": lambda: ThoughtsParser(closing, behind())}
 
     def _grammar(self, schema: Any, request: ChatRequest) -> Grammar:

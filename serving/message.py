@@ -75,6 +75,7 @@ class ThoughtsParser:
 
     def __init__(self, closing: str, behind: Any):
         self._trimmer, self._closing, self._behind = StopTrimmer([closing]), closing, behind
+        self._count = 0  # characters of thoughts
 
     @property
     def is_thinking(self) -> bool:
@@ -93,10 +94,11 @@ class ThoughtsParser:
         return self._thoughts(self._trimmer.rest()) + self._moved(self._behind.end(is_cut))
 
     def _thoughts(self, text: str) -> list[Piece]:
-        return [(ReasoningText(text), self._trimmer.count)] if text else []
+        self._count += len(text)
+        return [(ReasoningText(text), self._count)] if text else []
 
     def _moved(self, pieces: list[Piece]) -> list[Piece]:
-        begin = self._trimmer.count + len(self._closing)
+        begin = self._count + len(self._closing)
         return [(item, begin + end) for item, end in pieces]
 
 

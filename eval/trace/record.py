@@ -63,6 +63,7 @@ def record_prompt(
     processors: Callable[[], Any] | None = None,
     streamer: Callable[[str], BaseStreamer] | None = None,
     run: Callable[[Callable[[], Call]], Call] = lambda call: call(),
+    between: Callable[[], None] | None = None,
 ) -> Recording:
     """Decode a prompt (text and tokens) with each decoder (keywords of `generate` by strategy), and keep every step.
 
@@ -71,10 +72,16 @@ def record_prompt(
     the speed is impossible (see [`Speed`]), up to five turns are taken.
 
     `processors` makes a logits processor for each call; `streamer` is called with the strategy before each recorded
-    call, and what it returns gets the tokens as they come; `run` makes the calls, on another thread, say.
+    call, and what it returns gets the tokens as they come; `run` makes the calls, on another thread, say; `between`
+    may use the model where tokens come, see [`decode_call`].
     """
     calls: dict[str, list[Call]] = {name: [] for name in decoders}
-    noted: list[Noted] = []  # of AR decoding
+    noted: list[Noted] = []  # of AR decoding: all logits would take gigabytes
+
+    def note(logits: torch.Tensor) -> None:
+        last = logits[:, -1].float()
+        noted.append(Noted(token_entropy(last).item(), _shares(*likeliest(last))[0]))
+
     for turn in itertools.count():
         if turn > repeats:  # recorded calls count only where there are no others
             own, *ar = (in_turn([call[0][0] for call in some[1:] or some]) for some in calls.values())
@@ -84,8 +91,8 @@ def record_prompt(
             keywords = dict(options) | ({"output_trace": True} if not turn and name != AR else {})
             keywords |= {"logits_processor": [processors()]} if processors else {}
             stream = None if turn or streamer is None else streamer(name)
-            call = partial(decode_call, model, tokenizer, [tokens], keywords, stream, seed=seed)
-            calls[name].append(run(partial(_noting, model, noted, call) if not turn and name == AR else call))
+            how = {"seed": seed, "note": note if not turn and name == AR else None, "between": between}
+            calls[name].append(run(partial(decode_call, model, tokenizer, [tokens], keywords, stream, **how)))
     runs = [_run(model, tokenizer, options, tokens, calls[name], noted) for name, options in decoders.items()]
     return Recording(prompt, tokens, runs)
 
@@ -95,20 +102,6 @@ class Noted(NamedTuple):
 
     entropy: float  # nats
     shares: list[tuple[int, float]]  # the likeliest tokens and their probabilities
-
-
-def _noting(model: WeDLMForCausalLM, noted: list[Noted], call: Callable[[], Call]) -> Call:
-    """Makes a call of AR decoding, and notes each token's distribution: all logits would take gigabytes."""
-
-    def note(_: Any, inputs: Any, output: Any) -> None:
-        logits = output.logits[:, -1].float()
-        noted.append(Noted(token_entropy(logits).item(), _shares(*likeliest(logits))[0]))
-
-    hook = model.register_forward_hook(note)
-    try:
-        return call()
-    finally:
-        hook.remove()
 
 
 def trace_of(

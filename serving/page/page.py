@@ -29,6 +29,7 @@ from ..endpoints import Endpoint, ServedModel
 
 FOLDER = Path(__file__).parent
 REPLAYS = 4  # that are recorded at a time; their `generate` calls take turns
+MOST_TOKENS = 4096  # of the answer of a replay: the steps of each take some kilobytes
 SMALL = 50_000_000  # weights up to which an answer is timed once more without being recorded
 QUESTIONS = (
     "Why is the sky blue?",
@@ -98,6 +99,9 @@ class Replays:
         asks, asked = await loop.run_in_executor(self.workers, self.endpoint.read, body)
         if len(asked) != 1:
             raise RequestError(f"A replay shows one answer, and the request asks for {len(asked)}.")
+        if (limit := asked[0].config.max_new_tokens) > MOST_TOKENS:
+            message = f"A replay shows {MOST_TOKENS} tokens at most, and the request asks for {limit}"
+            raise RequestError(f"{message}: lower `max_tokens`.", param="max_tokens")
         prompt = asks.messages[-1].content if hasattr(asks, "messages") else asks.prompt[0]
         watcher = Watcher(loop)
         watch(watcher)
@@ -118,11 +122,17 @@ class Replays:
 
         def streamer(strategy: str) -> AnswerStreamer:
             def write(text: str, forwards: int) -> None:
-                watcher.tell({"decoder": strategy, "tokens": len(own.tokens), "text": text})
+                watcher.tell({"decoder": strategy, "tokens": own.count, "text": text})
 
             own = AnswerStreamer(tokenizer, write)
             watcher.tell({"decoder": strategy, "tokens": 0, "text": ""})
             return own
+
+        turns = self.calls.turns(config)
+
+        def between() -> None:
+            watcher.check()
+            turns.take()
 
         def run(call: Callable[[], Any]) -> Any:
             watcher.check()
@@ -139,6 +149,7 @@ class Replays:
             processors=(lambda: asked.processors[0]) if asked.grammar else None,
             streamer=streamer,
             run=run,
+            between=between,
         )
         name, seed = self.served.name, asked.seed or 0
         return to_json(trace_of(model, tokenizer, [recording], model_name=name, seed=seed, digests={}))

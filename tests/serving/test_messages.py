@@ -146,16 +146,13 @@ UNENDED["gpt_oss"] = "<|channel|>commentary to=functions.f<|channel|>commentary{
 )
 def test_white_space_is_read_once_however_long_it_is(name, text):
     """Else each of these would take half a minute, in which no other thread has a turn."""
-    sent = []
-    config = GenerationConfig(max_new_tokens=9)
-    answer = Answer(Asked([1], config, {}, parser=PARSERS[name]), "id", TOKENIZER, sent.append, 0)
+    parser = PARSERS[name]()
     before, behind = text.split("{}")
     start = time.thread_time()
-    for piece in (before, BLANK[:20000], BLANK[20000:], behind):
-        answer._read(piece)
-    answer.finish("stop")
+    pieces = [parser.read(piece) for piece in (before, BLANK[:20000], BLANK[20000:], behind)]
+    pieces.append(parser.end(is_cut=False))
     assert time.thread_time() - start < 2
-    items = [item for _, item, _ in sent if item]
+    items = [item for found in pieces for item, _ in found]
     if text != UNENDED.get(name):
         assert "".join(map(str, items)).split() == ["Hi", "Hi"] or items == [ToolCall("f", f'{{"a": "b{BLANK}c"}}')]
 
@@ -261,6 +258,66 @@ def scripted():
     with Server(tiny_model(max_position_embeddings=10**5), tokenizer, {"strategy": "ar"}) as server:
         server.app.state.desk.calls._generate = write
         yield server
+
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+NAMED = tiny_tokenizer()
+NAMED.add_special_tokens({"additional_special_tokens": SPECIAL})
+NAMED.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+CUT = st.sampled_from(SPECIAL).flatmap(
+    lambda name: st.tuples(st.integers(0, len(name) - 1), st.integers(1, len(name))).map(
+        lambda place: name[place[0] : place[0] + place[1]]
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    """A server whose model writes given tokens, and none of them ends an answer."""
+
+    def write(batch, is_let_in=False):
+        for answer in batch:
+            answer.ends = set()
+            for token in NAMED("".join(server.pieces), add_special_tokens=False).input_ids:
+                answer.put([token])
+            answer.finish("stop")
+
+    model = tiny_model(vocab_size=len(NAMED), max_position_embeddings=10**4)
+    with Server(model, NAMED, {"strategy": "ar"}) as server:
+        server.app.state.desk.calls._generate = write
+        yield server
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([*SPECIAL, "1", "23 ", "\n", "é"]), max_size=8),
+    st.lists(CUT, max_size=4),
+    st.sampled_from(["chat", "tools", "text"]),
+)
+def test_a_stop_string_in_the_name_of_a_special_token_leaves_no_part_of_it(speaker, pieces, stops, kind):
+    """Whole and streamed; the whole name is one that an answer ends before."""
+    speaker.pieces = pieces
+    more = {"tools": TOOLS} if kind == "tools" else {}
+
+    def told(stop, stream=False):
+        if kind == "text":
+            made = speaker.complete("?", stop=stop, stream=stream)
+            return "".join(each.choices[0].text for each in (made if stream else [made])), "", []
+        made = speaker.chat(stop=stop, stream=stream, **more)
+        parts = [each.choices[0].delta for each in made] if stream else [made.choices[0].message]
+        texts = [
+            "".join(getattr(part, name, None) or "" for part in parts) for name in ("content", "reasoning_content")
+        ]
+        return *texts, [call.function.model_dump() for part in parts for call in part.tool_calls or []]
+
+    whole = told(stops)
+    assert told(stops, stream=True) == whole
+    assert not set("".join(whole[:2])) - set("123 \né")
+    said = pieces[: min((place for place, piece in enumerate(pieces) if piece in stops), default=len(pieces))]
+    speaker.pieces = said
+    assert told([]) == whole
+    if kind == "text":
+        assert whole[0] == "".join(piece for piece in said if piece not in SPECIAL)
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "verb", "arguments": '{"noun": "value"}'}}

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 import webbrowser
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.adapters import add_mask_adapter
 from wedlm_hf.console.prompts import DEMO_PROMPTS
+from wedlm_hf.console.streaming import AnswerStreamer
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace.page import Trace
 from wedlm_hf.serving import server as server_module
+from wedlm_hf.serving.page import page as page_module
 
 COUNT, APPLES, _, TO_JSON = DEMO_PROMPTS[:4]
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"
@@ -422,6 +425,70 @@ def test_a_replay_decodes_what_a_request_asks_for_with_every_step_kept(server):
     while not torch.equal(state, torch.get_rng_state()):  # a seed is its request's alone
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_short_answers_are_made_between_the_forwards_of_a_replay_which_shows_its_own_alone(server):
+    body, shown = {"messages": CHAT, "verification": "exact"}, []
+    calls, forwards, is_read = server.app.state.desk.calls, [], threading.Event()
+
+    def wait(*_):
+        forwards.append(1)
+        if len(forwards) == 5:
+            end = time.monotonic() + 20
+            while not calls.waiting and time.monotonic() < end:
+                time.sleep(0.01)
+        if len(forwards) == 15:
+            is_read.wait(20)
+
+    for others in (0, 3):
+        is_read.clear()
+        hook = server.model.register_forward_pre_hook(wait) if others else None
+        with ThreadPoolExecutor(4) as pool:
+            replay = pool.submit(replayed, server, body, "?with_ar=true")
+            if others:
+                while len(forwards) < 3:
+                    time.sleep(0.01)
+            texts = [pool.submit(server.text, max_tokens=3) for _ in range(others)]
+            assert {text.result() for text in texts} <= {"5, 1"}
+            assert not (others and replay.done())
+            is_read.set()
+            runs = replay.result()[-1]["trace"]["recordings"][0]["runs"]
+        shown.append([(run["name"], run["tokens"], [len(step) for step in run["steps"]]) for run in runs])
+        seconds = sum(run["seconds"] for run in runs)
+        if hook:
+            hook.remove()
+    assert shown[0][1] == shown[1][1] and [run[1] for run in shown[0]] == [run[1] for run in shown[1]]
+    assert seconds < 10  # those of the others are none of its own
+
+
+def test_a_replay_has_a_limit(server, monkeypatch):
+    monkeypatch.setattr(page_module, "MOST_TOKENS", 8)
+    for tokens, status in {8: 200, 9: 400}.items():
+        body = {"messages": CHAT, "max_tokens": tokens}
+        if status == 400:
+            assert "8 tokens at most, and the request asks for 9" in refusal(server, body, "page/replay")[1]["message"]
+        else:
+            replayed(server, body)
+
+
+def test_text_of_a_replay_takes_work_that_grows_with_it_alone(tokenizer):
+    """Else the thread of all calls would spend hours on a long one."""
+    decoded = []
+
+    class Counting:
+        def decode(self, tokens, **how):
+            decoded.append(len(tokens))
+            return tokenizer.decode(tokens, **how)
+
+    texts = []
+    streamer = AnswerStreamer(Counting(), lambda text, _: texts.append(text))
+    ids = tokenizer("Count: ä中😀 " * 200, return_tensors="pt").input_ids
+    streamer.put(ids[:, :1])
+    for token in ids[0]:
+        streamer.put(token[None])
+    streamer.end()
+    assert "".join(texts) == tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert sum(decoded) < 20 * ids.numel()
 
 
 def test_what_a_replay_cannot_show_is_refused(server):

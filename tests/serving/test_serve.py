@@ -30,7 +30,7 @@ from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.serving.calls import Answer, Asked
 from wedlm_hf.serving.message import MessageParser
 from wedlm_hf.serving.server import build_app
-from wedlm_hf.serving.text import TextDecoder
+from wedlm_hf.serving.text import AnswerText
 
 
 @pytest.fixture
@@ -180,8 +180,8 @@ TOKENIZER = tiny_tokenizer()
 @given(st.lists(st.integers(0, 299)), st.text())
 def test_tokens_one_by_one_are_decoded_as_all_of_them(tokens, text):
     for ids in (tokens, TOKENIZER(text).input_ids):
-        decoder = TextDecoder(TOKENIZER._tokenizer, TOKENIZER.all_special_ids)
-        assert "".join(map(decoder.feed, ids)) + decoder.rest() == TOKENIZER.decode(ids, skip_special_tokens=True)
+        text = AnswerText(TOKENIZER._tokenizer, special=TOKENIZER.all_special_ids)
+        assert "".join(map(text.feed, ids)) + text.rest() == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
 def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for_and_n_answers_are_those_to_the_seeds_that_follow(
