@@ -1,7 +1,7 @@
 """From the messages of a chat to its prompt. What the chat template would leave out in silence is refused."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..generation.versions import named_thoughts
@@ -18,6 +18,7 @@ UNWRITTEN = {"role", "content", "tool_calls", "tool_call_id", *THOUGHTS}
 SWITCHES = ("reasoning_effort", "enable_thinking", "thinking")
 NEAR = 2000  # characters that templates write between two messages
 MOST_COMPARED = 2**29  # characters: about a second
+MOST_FIELDS = 32  # of other names: each is one more text to compare
 MARK = re.compile(r"mark[\dx]+z")
 EFFORT = re.compile(rf"(?<![.\w'\"])({'|'.join(SWITCHES)})(?![\w'\"])")
 
@@ -61,27 +62,31 @@ class Conversation:
     def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Any):
         self.tokenizer, self.tools = tokenizer, tools
         self.words: dict[str, Any] = {}  # keywords of the template
+        self.wish: tuple[str, str, bool] | None = (
+            None  # for thoughts or none, where the template has no switch for them
+        )
         self.lines = LineCounter()
         self.source = str(tokenizer.get_chat_template(None, tools))
         self.read = set(re.findall(r"\w+", self.source))
-        self.messages: list[Message] = []
-        for message in messages:
-            self._add(message)
+        self.messages = [named_thoughts(message) for message in self._known(messages)]
 
-    def _add(self, message: Message) -> None:
-        """Takes a message in. What templates do not know stands where they write such things."""
-        role = message["role"]
-        if role == "function":  # what OpenAI's API had before tools
-            role = "tool"
-        elif role == "developer" and "developer" not in self.source:
-            role = "system"
-            if self.messages and self.messages[-1]["role"] == "system":  # many templates know one, and in front
-                texts = [self.messages[-1]["content"], message["content"]]
-                self.messages[-1]["content"] = "\n\n".join(filter(None, texts))
-                message = {name: value for name, value in message.items() if name != "content"}
-                self.messages[-1] |= message | {"role": role}
-                return
-        self.messages.append(named_thoughts(message | {"role": role}))
+    def _known(self, messages: Sequence[Message]) -> Iterator[Message]:
+        """The messages, with what templates do not know where they write such things."""
+        runs: list[list[Message]] = []
+        for message in messages:
+            role = message["role"]
+            if role == "developer" and "developer" not in self.source:
+                if runs and runs[-1][0]["role"] == "system":  # many templates know one, and in front
+                    runs[-1].append(message)
+                    continue
+                role = "system"
+            elif role == "function":  # what OpenAI's API had before tools
+                role = "tool"
+            runs.append([message | {"role": role}])
+        for run in runs:
+            whole = {name: value for message in run for name, value in message.items()}
+            content = "\n\n".join(filter(None, (message["content"] for message in run)))
+            yield whole | {"role": run[0]["role"], "content": content}
 
     def think(self, effort: str | None, words: dict[str, Any], *, has_grammar: bool) -> bool:
         """Takes the client's keywords of the template, and OpenAI's `reasoning_effort`; says whether they ask for
@@ -93,17 +98,29 @@ class Conversation:
         field = "reasoning_effort"
         if effort is not None and switch in words:
             raise RequestError(f"`{field}` sets {switch!r} of the chat template: leave one out.", param=field)
-        if wants and switch is None:
-            raise RequestError(f"`{field}`: the chat template knows no thoughts.", param=field)
-        if unread := next((name for name, value in words.items() if value and name not in self.read), None):
-            message = f"`chat_template_kwargs`: the chat template does not read {unread!r}."
-            raise RequestError(message, param="chat_template_kwargs")
+        if switch is None and effort not in (None, "minimal"):
+            self.wish = field, "the chat template", wants
+        for name in words.keys() - self.read:
+            if name in SWITCHES:
+                does_not = f"the chat template does not read {name!r} and"
+                self.wish = "chat_template_kwargs", does_not, words[name] not in (False, None, "none")
+            elif words[name]:
+                message = f"`chat_template_kwargs`: the chat template does not read {name!r}."
+                raise RequestError(message, param="chat_template_kwargs")
         self.words = dict(words)
         if switch == "reasoning_effort":
             self.words |= {} if effort is None else {switch: effort}
         elif switch is not None and (effort is not None or (has_grammar and switch not in words)):
             self.words[switch] = wants
         return wants or any(words.get(name) for name in found if name != "reasoning_effort")
+
+    def check_thoughts(self, thinks: bool) -> None:
+        """Raises `RequestError` where a client asks for thoughts or none, and the template always does the other;
+        `thinks`: it opens thoughts."""
+        if self.wish and self.wish[2] != thinks:
+            field, what, _ = self.wish
+            does = "always opens thoughts" if thinks else "knows no thoughts"
+            raise RequestError(f"`{field}`: {what} {does}: leave it out.", param=field)
 
     def text(self) -> str:
         """The prompt. Raises `RequestError` for messages that the template refuses or leaves out."""
@@ -150,7 +167,10 @@ class Conversation:
                 raise RequestError(
                     f"`messages.{number}`: the chat template leaves {what}, out.", param=f"messages.{number}"
                 )
-        for name in sorted({name for message in self.messages for name in message} - UNWRITTEN):
+        names = sorted({name for message in self.messages for name in message} - UNWRITTEN)
+        if len(names) > MOST_FIELDS:
+            raise RequestError(f"The messages have more than {MOST_FIELDS} fields of other names.", param="messages")
+        for name in names:
             without = [
                 {key: value for key, value in message.items() if key != name or message["role"] == "tool"}
                 for message in self.messages

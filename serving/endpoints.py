@@ -18,7 +18,7 @@ from ..generation.settings import SETTING_NAMES
 from .calls import Asked, RequestError
 from .conversation import Conversation
 from .forms import message_form
-from .limits import can_be_built
+from .limits import can_be_built, may_have_tokens
 from .message import THOUGHTS, CallParser, MessageParser, PlainParser, ThoughtsParser
 from .responses import ChatResponse, Response, TextResponse
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
@@ -26,7 +26,10 @@ from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, 
 GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
 # Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.
 DEFAULT_NEW_TOKENS = 1024
-MOST_CHARACTERS = 2**24  # of a prompt, whatever the context
+MOST_CHARACTERS = 2**24  # of a prompt, and bytes of a body, whatever the context
+MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
+LONGEST_ESCAPE = 12  # bytes of a character in JSON
+MOST_OBJECTS = 2**16  # and lists in a body: each takes a kilobyte or two until it is read
 MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
 GRAMMARS = 4  # that are kept; a large one takes 50 MB
 
@@ -98,10 +101,13 @@ class ServedModel:
 
     @cached_property
     def most_characters(self) -> int:
-        """No prompt of more characters fits into the context. Of what its JSON may take, 16 bytes a token are enough
-        where tokens are short: two escaped characters outside ASCII."""
-        longest = max(map(len, self.tokenizer.get_vocab()))
-        return min(self.context * max(16, longest), MOST_CHARACTERS)
+        """No prompt of more characters fits into the context."""
+        return min(self.context * max(map(len, self.tokenizer.get_vocab())), MOST_CHARACTERS)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the body of a request."""
+        return min(self.most_characters * LONGEST_ESCAPE, MOST_CHARACTERS) + MOST_BYTES_BESIDE
 
     def is_ordered(self, settings: dict[str, Any]) -> bool:
         """Whether these settings choose tokens behind those before them."""
@@ -134,6 +140,8 @@ class Endpoint:
                 self.served.check_name(fields["model"])
             if b"\\ud" in body.lower():  # else all of it is Unicode
                 json.dumps(fields, ensure_ascii=False).encode()
+            if _objects(fields) > MOST_OBJECTS:
+                raise RequestError(f"The request has more than {MOST_OBJECTS} objects and lists.")
             return self._read(self._request(fields))
         except UnicodeEncodeError as error:
             raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
@@ -187,11 +195,17 @@ class Endpoint:
         """The prompts, in tokens, and what else [`Asked`] takes."""
         raise NotImplementedError
 
-    def _check_size(self, *texts: Any) -> None:
-        """Raises `RequestError` for texts that do not fit into the context, however they are written in tokens."""
-        if (count := sum(map(_characters, texts))) > self.served.most_characters:
-            message = f"{count} characters, but this model's context is {self.served.context} tokens"
-            raise RequestError(f"The prompt has {message}.", 400, "context_length_exceeded", self.prompt_field)
+    def _tokens(self, text: str, **how: Any) -> list[int]:
+        """Of a text. Raises `RequestError` for one that has too many characters or by far too many tokens."""
+        tokenizer, context = self.served.tokenizer, self.served.context
+
+        def count(part: str) -> int:
+            return len(tokenizer(part, add_special_tokens=False).input_ids)
+
+        if len(text) > self.served.most_characters or not may_have_tokens(text, context, count):
+            message = f"The prompt has {len(text)} characters, but this model's context is {context} tokens."
+            raise RequestError(message, 400, "context_length_exceeded", self.prompt_field)
+        return list(tokenizer(text, **how).input_ids)
 
     def _config(self, request: Any, prompt: list[int]) -> GenerationConfig:
         """Of `generate`. Raises `RequestError` for a prompt that is empty or leaves no room in the context, and for a
@@ -247,13 +261,11 @@ class ChatEndpoint(Endpoint):
             raise RequestError("`tools`: the model's chat template knows no tools.", param="tools")
         schema, names = request.wanted_schema
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        self._check_size(messages, tools, request.chat_template_kwargs)
         chat = Conversation(served.tokenizer, messages, tools)
         wants = chat.think(
             request.reasoning_effort, request.chat_template_kwargs or {}, has_grammar=schema is not None
         )
         text = chat.text()
-        self._check_size(text)
         more: dict[str, Any] = {"makes_one_call": request.parallel_tool_calls is False}
         template, special = served.message
         parser: Callable[[], Any] = PlainParser
@@ -267,13 +279,13 @@ class ChatEndpoint(Endpoint):
             parser = partial(MessageParser, template, prefix, tools, skipped)
             if schema is None:
                 more |= {"parser": parser, "parsed": special.keys()}
+        thinks = parser().is_thinking
+        chat.check_thoughts(thinks)
         if schema is not None:
             more |= {"grammar": self._grammar(schema, request)}
-            text, begun = self._begun(
-                text, wants, parser().is_thinking, partial(CallParser, names) if names else PlainParser
-            )
+            text, begun = self._begun(text, wants, thinks, partial(CallParser, names) if names else PlainParser)
             more |= begun
-        yield served.tokenizer(text, add_special_tokens=False).input_ids, more
+        yield self._tokens(text, add_special_tokens=False), more
 
     def _begun(self, text: str, wants: bool, thinks: bool, behind: Callable[[], Any]) -> tuple[str, dict[str, Any]]:
         """The prompt of an answer that follows a grammar, behind thoughts if the prompt opens them or the client wants
@@ -309,8 +321,7 @@ class TextEndpoint(Endpoint):
     def _prompts(self, request: CompletionRequest) -> Iterator[tuple[list[int], dict[str, Any]]]:
         for prompt in request.prompt:
             if isinstance(prompt, str):
-                self._check_size(prompt)
-                yield self.served.tokenizer(prompt).input_ids, {}
+                yield self._tokens(prompt), {}
             else:
                 check_tokens("prompt", prompt, self.served.vocab_size)
                 yield prompt, {}
@@ -323,9 +334,9 @@ def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
         raise RequestError(message, param=field)
 
 
-def _characters(value: Any) -> int:
-    """Of all texts in a value; what holds others counts as one."""
-    if isinstance(value, str):
-        return len(value)
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-    return 1 + sum(map(_characters, parts))
+def _objects(value: Any) -> int:
+    """Objects and lists in a value, with itself."""
+    if not isinstance(value, dict | list):
+        return 0
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + sum(map(_objects, parts))

@@ -111,6 +111,7 @@ class ItemsResponse(ChatResponse):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.items: list[dict[str, Any]] = []
+        self.said: list[str] = []  # of the last item
         self.count = 0  # of events
 
     async def whole(self) -> Callable[[], str]:
@@ -192,8 +193,8 @@ class ItemsResponse(ChatResponse):
         else:
             if not is_open:
                 yield from self._open(kind or "", content=[], **OWN_FIELDS[kind or ""])
+            self.said.append(item)
             part = self.items[-1]["content"][0]
-            part["text"] += item
             yield self._event(f"response.{part['type']}.delta", **self._part_place(part), delta=str(item))
 
     def _place(self) -> dict[str, Any]:
@@ -217,6 +218,7 @@ class ItemsResponse(ChatResponse):
         item["status"] = "completed"
         if item["type"] in PARTS:
             part = item["content"][0]
+            part["text"], self.said = "".join(self.said), []
             yield self._event(f"response.{part['type']}.done", **self._part_place(part), text=part["text"])
             yield self._event("response.content_part.done", **place, content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=place["output_index"], item=item)

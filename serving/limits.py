@@ -1,14 +1,16 @@
 """Bounds on work that depends on what a client sends: what takes more is refused, and nobody waits for it."""
 
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 MOST_LINES = 2**20  # that a chat template may run for a request: about a second
+MOST_SECONDS = 5  # of a processor for it: a line may copy all texts
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
 LINES_IN_A_ROW = 256  # then other threads have their turn, which else would wait 5 ms for each of theirs
 PATIENCE = 30  # seconds for a trial on a machine that is busy
@@ -33,25 +35,31 @@ sys.exit(100 * (time.process_time() - begin > 0.25))
 """
 TOOK_LONG = 100
 
+LONG = 2**16  # characters
+# Of a long text; they end behind a word where it is not too far, as most tokens do.
+PARTS = re.compile(rf".{{1,{LONG}}}\S{{0,256}}", re.DOTALL)
+
 _turns = threading.BoundedSemaphore(TRIALS)
 
 
 class LineCounter:
-    """Ends templates by `TimeoutError` once they have run too many lines, all those of a request together."""
+    """Ends templates by `TimeoutError` once they have run too many lines or for too long, all those of a request
+    together, which are rendered on one thread."""
 
     def __init__(self) -> None:
         self.left = MOST_LINES
+        self.end = time.thread_time() + MOST_SECONDS
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts lines of templates that are rendered inside, on this thread."""
+        """Counts lines of templates that are rendered inside."""
         before = sys.gettrace()
 
         def count(frame: Any, event: str, argument: Any) -> Any:
             if frame.f_code.co_filename != TEMPLATE:
                 return None
             self.left -= 1
-            if self.left <= 0:
+            if self.left <= 0 or time.thread_time() > self.end:
                 raise TimeoutError("it takes too long")
             if self.left % LINES_IN_A_ROW == 0:
                 time.sleep(0)
@@ -62,6 +70,17 @@ class LineCounter:
             yield
         finally:
             sys.settrace(before)
+
+
+def may_have_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:
+    """Whether a text may have so many tokens at most, without memory for more of them than those of a part of it:
+    each takes half a kilobyte. `count` says how many a part has.
+
+    Between parts, a text has a few tokens fewer than they have; they have hundreds each, and twice as many together
+    are never a matter of where they begin.
+    """
+    left = 2 * most
+    return len(text) <= LONG or all((left := left - count(part[0])) >= 0 for part in PARTS.finditer(text))
 
 
 def can_be_built(schema: str) -> bool:

@@ -46,23 +46,24 @@ class CallParser(PlainParser):
 
     def __init__(self, names: Collection[str]):
         super().__init__()
-        self.names, self.text = names, ""
+        self.names, self.parts = names, list[str]()
 
     def read(self, text: str) -> list[Piece]:
         """Takes text in."""
-        self.text += text
+        self.parts.append(text)
         return []
 
     def end(self, is_cut: bool) -> list[Piece]:
         """Takes the end."""
-        items: list[Any] = [self.text] if self.text else []
+        text = "".join(self.parts)
+        items: list[Any] = [text] if text else []
         try:
-            found = json.loads(self.text)
+            found = json.loads(text)
             if found.keys() == {"name", "arguments"} and found["name"] in self.names:
                 items = calls_in(found)
         except Exception:  # cut, or another answer
             pass
-        return [(item, len(self.text)) for item in items]
+        return [(item, len(text)) for item in items]
 
 
 class ThoughtsParser:

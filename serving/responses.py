@@ -5,6 +5,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
@@ -188,10 +189,10 @@ class ChatResponse(Response):
         """See [`Response.choice`]."""
         message: dict[str, Any] = {} if is_chunk else {"role": "assistant", "content": None}
         calls = [self._call(index, item, is_chunk) for item in items if isinstance(item, ToolCall)]
-        for item in items:
-            if not isinstance(item, ToolCall):
-                field = "reasoning_content" if isinstance(item, ReasoningText) else "content"
-                message[field] = (message.get(field) or "") + item
+        texts = [item for item in items if not isinstance(item, ToolCall)]
+        for field, kind in {"reasoning_content": ReasoningText, "content": str}.items():
+            if found := [text for text in texts if type(text) is kind]:
+                message[field] = "".join(found)
         if calls:
             message["tool_calls"] = calls
         elif not is_chunk:
@@ -231,8 +232,7 @@ class TextResponse(Response):
         if self._has_chances(index):
             name = self.vocabulary.name
             tokens = [name(each.token) for each in chances]
-            starts = [self.lengths[index] + sum(map(len, tokens[:place])) for place in range(len(tokens))]
-            self.lengths[index] += sum(map(len, tokens))
+            *starts, self.lengths[index] = accumulate(map(len, tokens), initial=self.lengths[index])
             logprobs = {
                 "tokens": tokens,
                 "token_logprobs": [finite(each.log_prob) for each in chances],

@@ -64,7 +64,7 @@ class _GenerationFields(BaseModel):
     typical_p: _Share = None
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     no_repeat_ngram_size: Annotated[int | None, Field(ge=0)] = None
-    suppress_tokens: Annotated[list[int] | None, FailFast()] = None
+    suppress_tokens: Annotated[list[int] | None, FailFast(), Field(max_length=MOST_BIASES)] = None
 
 
 GENERATION_FIELDS = tuple(_GenerationFields.model_fields)

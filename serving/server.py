@@ -39,7 +39,6 @@ from .responses import Response, Vocabulary
 READERS = 32  # requests that are read at a time
 # Of those that may take seconds to read; each takes the interpreter from the forwards.
 DEAR_READERS, LONG, DEAR = 4, 2**15, re.compile(rb"schema|tool|\\u00[4-7]")
-MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 REQUEST_ID, PLAIN_ID = "x-request-id", re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SECONDS_TO_END = 20  # for forwards that run when the server ends
 
@@ -79,7 +78,7 @@ class Desk:
     async def answer(self, endpoint: Endpoint, request: Request) -> Any:
         """The response to a request. It is given up when the client goes away, or the server ends. Raises
         `RequestError` or `ValueError` for one that cannot be answered."""
-        body = await read_body(request, self.served.most_characters + MOST_BYTES_BESIDE)
+        body = await read_body(request, self.served.most_bytes)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         put: Any = queue.put_nowait
         request_id = f"{endpoint.response.kind}-{request.state.request_id}"
@@ -202,7 +201,7 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
     @app.post("/load_model")
     async def load_model(request: Request) -> Any:  # `transformers chat` asks for it and waits
         try:
-            body = json.loads(await read_body(request, MOST_BYTES_BESIDE) or b"null")
+            body = json.loads(await read_body(request, LONG) or b"null")
         except RecursionError:
             body = None
         asked = body.get("model") if isinstance(body, dict) else None
@@ -229,7 +228,7 @@ def _add_page(app: FastAPI, desk: Desk) -> None:
 
     @app.post("/page/replay", include_in_schema=False)
     async def replay(request: Request, with_ar: bool = False) -> Any:
-        body = await read_body(request, served.most_characters + MOST_BYTES_BESIDE)
+        body = await read_body(request, served.most_bytes)
         return await replays.answer(body, with_ar, desk.running.add)
 
 

@@ -447,8 +447,29 @@ def test_where_thoughts_end_must_be_known_if_json_is_to_follow_them(nano):
         else:
             with pytest.raises(RequestError, match="no certain end"):
                 endpoint.read(asked)
-    with pytest.raises(RequestError, match="knows no thoughts"):
-        endpoint.read(json.dumps({"messages": CHAT, "reasoning_effort": "high"}).encode())
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(("asked", "wishes"), [
+    ({"chat_template_kwargs": {"enable_thinking": True}}, True), ({"reasoning_effort": "high"}, True),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, False), ({"reasoning_effort": "none"}, False),
+    ({"chat_template_kwargs": {"thinking": True}}, True), ({"reasoning_effort": "minimal"}, None),
+    ({"chat_template_kwargs": {"reasoning_effort": "none"}}, False),
+], ids=str)  # fmt: skip
+def test_who_asks_for_what_a_template_without_a_switch_does_anyway_gets_it_and_others_are_told_how_to_go_on(
+    thinks, asked, wishes
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text() + "{{ '<think>\n' if thinks }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("if thinks", "if true" if thinks else "if false")
+    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+    body = json.dumps({"messages": CHAT} | asked).encode()
+    if wishes in (thinks, None):
+        assert tokenizer.decode(endpoint.read(body)[1][0].prompt).endswith("<think>\n" if thinks else "assistant\n")
+        return
+    with pytest.raises(RequestError, match=r"(always opens|knows no) thoughts: leave it out") as refused:
+        endpoint.read(body)
+    assert (refused.value.status, refused.value.param) == (400, *asked)
 
 
 def test_a_tool_that_must_be_called_is_called(nano):

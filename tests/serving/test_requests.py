@@ -23,7 +23,7 @@ from wedlm_hf.serving import calls as calls_module
 from wedlm_hf.serving import conversation, limits
 from wedlm_hf.serving import endpoints as endpoints_module
 from wedlm_hf.serving import schema as schema_module
-from wedlm_hf.serving.calls import Answer, Asked, Batch, CallManager, RequestError, as_request_error
+from wedlm_hf.serving.calls import Answer, Asked, Batch, CallManager, RequestError, Turns, as_request_error
 from wedlm_hf.serving.conversation import Conversation
 from wedlm_hf.serving.endpoints import GRAMMARS, ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
@@ -196,7 +196,7 @@ def test_what_asks_for_nothing_is_taken(endpoints, asked):
 def test_transformers_chat_finds_the_model_loaded_and_may_send_what_it_sends(server):
     with post(server, {"model": NAME}, "load_model") as response:
         assert json.loads(response.read().decode().removeprefix("data: "))["status"] == "ready"
-    for body in ({"model": "other"}, [], b"[" * 10**5):
+    for body in ({"model": "other"}, [], b"[" * 10**4):
         assert refusal(server, body, "load_model")[0] == 404
     config = GenerationConfig(do_sample=False, max_new_tokens=9).to_json_string()
     with post(server, {"model": NAME, "messages": CHAT, "stream": True, "generation_config": config}) as response:
@@ -488,7 +488,7 @@ def test_a_longer_call_lets_others_in_at_most_once_a_forward_and_then_runs_for_a
 
     for now.takes, expected in ((0, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (20, [0])):
         entered.clear()
-        batch = Batch([Answer(asked, "id", tokenizer, print, 0) for _ in range(2)], let_in)
+        batch = Batch([Answer(asked, "id", tokenizer, print, 0) for _ in range(2)], Turns(let_in).take)
         batch.put(torch.tensor([[5], [5]]))
         for now.forward in range(8):
             now.seconds += 1
