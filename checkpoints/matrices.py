@@ -30,8 +30,9 @@ LARGEST = 65504  # float16: a layer with larger weights stays as it is
 GROUP, LEVELS, LANES = 32, 15, 16  # of four bits: weights of a group, steps between levels, outputs that go together
 # Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
 _LOOKED, _LARGEST_STEP = 48, 16
-# Of a step between levels, how far a weight may lie from one: dequantized weights were rounded, to bfloat16 maybe.
-_NEAR = 0.1
+# How far a weight may lie from its level: so much of the group's largest, by the dtype that dequantized weights were
+# rounded to, and no more than so much of the step. Further away, training moved it, which levels would undo.
+_ROUNDING, _NEAR = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 2**-18}, 0.1
 _SAMPLED = 64  # groups that show whether a matrix has levels
 
 
@@ -168,22 +169,24 @@ def has_levels(weight: torch.Tensor) -> bool:
     if weight.shape[1] % GROUP:
         return False
     groups = weight.detach().reshape(-1, GROUP)
-    return _spacing(groups[:: max(1, len(groups) // _SAMPLED)].float()) is not None
+    return _spacing(groups[:: max(1, len(groups) // _SAMPLED)]) is not None
 
 
 @torch.no_grad()
 def own_levels(weight: torch.Tensor) -> Levels | None:
     """The levels that a matrix has already; `None` where it has none."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    if not has_levels(weight) or (found := _spacing(groups.flatten(0, 1))) is None:
+    groups = weight.unflatten(1, (-1, GROUP)) if has_levels(weight) else None
+    if groups is None or (found := _spacing(groups.flatten(0, 1))) is None:
         return None
     step, low = (part.view(groups.shape[:2]) for part in found)
-    return Levels(_nearest(groups, low, step), step, low)
+    return Levels(_nearest(groups.float(), low, step), step, low)
 
 
 def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The step between the levels of each group, `(n, 32)` float32, and the lowest, both `(n,)`; `None` if a group has
+    """The step between the levels of each group, `(n, 32)`, and the lowest, both `(n,)` float32; `None` if a group has
     no such levels."""
+    rounding = next(share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype)))
+    groups = groups.float()
     low = groups.amin(-1)
     spread, above = groups.amax(-1) - low, groups - low[:, None]
     step, error = spread / LEVELS, torch.full_like(spread, torch.inf)
@@ -198,7 +201,7 @@ def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         left = (error > _NEAR * step / 100).nonzero().flatten()
         if not len(left):
             break
-    if bool((error > _NEAR * step).any()):
+    if bool((error > (rounding * groups.abs().amax(-1)).minimum(_NEAR * step)).any()):
         return None
     return step.where(step > 0, 1.0), low
 

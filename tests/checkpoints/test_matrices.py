@@ -74,6 +74,16 @@ def test_weights_from_a_file_of_four_bits_keep_their_values_but_for_the_rounding
     assert error <= weight.abs().max() * (2**-8 if dtype == torch.float32 else 2**-7)
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 0.001), (torch.float16, 0.02), (torch.bfloat16, 0.08)])
+def test_weights_that_training_moved_have_no_levels_which_would_undo_it(dtype, kept):
+    generator = torch.Generator().manual_seed(0)
+    weight, moved = of_four_bits(48, 128), torch.randn(48, 128, generator=generator)
+    step = own_levels(weight).step.repeat_interleave(GROUP, 1)
+    assert own_levels(weight.to(dtype)) and own_levels(weight.to(dtype).float())
+    trained = (weight + kept * step * moved).to(dtype)
+    assert not has_levels(trained) and own_levels(trained) is None and own_levels(trained.float()) is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 4), st.floats(0.01, 100))
 def test_no_weight_is_further_from_its_own_than_half_a_step(seed, out, groups, scale):
