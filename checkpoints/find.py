@@ -32,7 +32,8 @@ def find_checkpoint(
     if os.path.isdir(name):
         if not Path(name, file).is_file():
             is_other = file == CONFIG_FILE and is_adapter(name)
-            why = "it holds an adapter, not a model" if is_other else f"it has no {file}"
+            how = "a LoRA is merged first (`wedlm merge`, or `merge_and_unload` of PEFT)"
+            why = f"it holds an adapter, not a model; {how}" if is_other else f"it has no {file}"
             raise FileNotFoundError(f"There is no {kind} in {name!r}: {why}.")
         return options | {"local_files_only": True}
     if os.path.exists(name):

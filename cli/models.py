@@ -125,7 +125,7 @@ def merge(
     lora: Annotated[str, typer.Argument(metavar="LORA", help="Folder or Hub id of the LoRA.")],
     output_dir: OutputArgument,
 ) -> None:
-    """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
+    """Write a checkpoint of a model with a LoRA merged into its weights. Commands that decode take the LoRA itself."""
     from ..adapters.loading import load_adapted
     from ..checkpoints.files import check_new_folder
     from ..modeling_wedlm.convert import write_checkpoint

@@ -117,8 +117,6 @@ def main() -> None:
         return
     if options.task is None:
         parser.error("--task is needed: extraction or reasoning")
-    data.check()
-    problems = data.held_out_problems(options.task, options.count, options.seed)
     loras = options.run or HERE
     methods = [method for method in METHODS if (loras / method / ADAPTER_FILE).exists()]
     if not methods:
@@ -128,6 +126,8 @@ def main() -> None:
     if unknown := [name for name in options.only or () if name not in asked]:
         parser.error(f"--only: there is no {unknown[0]!r}, but {', '.join(map(repr, asked))}")
     asked = {name: how for name, how in asked.items() if name in (options.only or asked)}
+    data.check()
+    problems = data.held_out_problems(options.task, options.count, options.seed)
     models, tokenizer = load((how["model"] for how in asked.values()), options.run, options.dtype)
     asked = {name: how | {"model": models[how["model"]]} for name, how in asked.items()}
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]

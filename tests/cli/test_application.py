@@ -150,7 +150,7 @@ def loading(command, checkpoint):
 
 
 STOCK = "'stock' is a model of type 'qwen3', not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
-NO_MODEL = "it holds an adapter, not a model."
+NO_MODEL = "it holds an adapter, not a model; a LoRA is merged first (`wedlm merge`, or `merge_and_unload` of PEFT)."
 OTHER_BASE = "The mask adapter belongs to another base than this model ("
 OTHER_MODEL, MAKES = "was trained for another model of this shape", ("convert", "train", "adapt")
 TRAIN = "train --dataset x.jsonl --model_name_or_path m --use_cpu true --bf16 false "
