@@ -117,11 +117,15 @@ class Asked:
         return repr(sorted(settings.items())), repr(sorted(self.settings.items())), grammar, self.thoughts
 
     @property
+    def ends(self) -> list[int]:
+        """Tokens that end an answer."""
+        ends = self.config.eos_token_id
+        return ends if isinstance(ends, list) else [ends] * (ends is not None)
+
+    @property
     def processors(self) -> list[JSONConstraint]:
         """New logits processors for a call."""
-        ends = self.config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends] * (ends is not None)
-        return [JSONConstraint(self.grammar, ends, self.thoughts)] if self.grammar else []
+        return [JSONConstraint(self.grammar, self.ends, self.thoughts)] if self.grammar else []
 
 
 class Answer:
@@ -140,8 +144,7 @@ class Answer:
         self.tokens: list[int] = []
         self.replayed: list[int] = []  # tokens that went out before the call was begun anew
         self.chances: list[Chances] = []  # of the next tokens
-        ends = asked.config.eos_token_id
-        self.ends = set(ends) if isinstance(ends, list) else {ends} - {None}
+        self.ends = set(asked.ends)
         self.limit: int = asked.config.max_new_tokens
         self.thought_count = 0  # tokens of thoughts
         self.forwards = self.drafted = self.accepted = 0
@@ -248,7 +251,7 @@ class Batch(BaseStreamer, StoppingCriteria):
 
     Args:
         answers: of the call.
-        between: is called behind a forward, at most once.
+        between: is called behind each forward, once.
     """
 
     def __init__(self, answers: Sequence[Answer], between: Callable[[], None] = lambda: None):

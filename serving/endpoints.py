@@ -3,11 +3,13 @@
 import copy
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from pydantic_core import from_json
 from transformers import GenerationConfig
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
@@ -18,7 +20,7 @@ from ..generation.settings import SETTING_NAMES
 from .calls import Asked, RequestError
 from .conversation import Conversation
 from .forms import message_form
-from .limits import can_be_built, may_have_tokens
+from .limits import MOST_OBJECTS, can_be_built, may_have_tokens, objects_in
 from .message import THOUGHTS, CallParser, MessageParser, PlainParser, ThoughtsParser
 from .responses import ChatResponse, Response, TextResponse
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
@@ -29,7 +31,6 @@ DEFAULT_NEW_TOKENS = 1024
 MOST_CHARACTERS = 2**24  # of a prompt, and bytes of a body, whatever the context
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 LONGEST_ESCAPE = 12  # bytes of a character in JSON
-MOST_OBJECTS = 2**16  # and lists in a body: each takes a kilobyte or two until it is read
 MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
 GRAMMARS = 4  # that are kept; a large one takes 50 MB
 
@@ -133,22 +134,15 @@ class Endpoint:
     def read(self, body: bytes) -> tuple[Any, list[Asked]]:
         """A request, and what it asks for, answer by answer. Raises `RequestError` or `ValueError` for one that cannot
         be honoured. Takes its time: no other request should wait for it."""
+        if objects_in(body) > MOST_OBJECTS:
+            raise RequestError(f"The request has more than {MOST_OBJECTS} objects and lists.")
         try:
-            # In no other encoding, which would hide what is dear to read.
-            fields = json.loads(body.decode("utf-8-sig"))
-            if isinstance(fields, dict) and isinstance(fields.get("model"), str):
-                self.served.check_name(fields["model"])
-            if b"\\ud" in body.lower():  # else all of it is Unicode
-                json.dumps(fields, ensure_ascii=False).encode()
-            if _objects(fields) > MOST_OBJECTS:
-                raise RequestError(f"The request has more than {MOST_OBJECTS} objects and lists.")
-            return self._read(self._request(fields))
-        except UnicodeEncodeError as error:
-            raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            fields = from_json(body.removeprefix(BOM_UTF8))
+        except ValueError as error:
             raise RequestError(f"The body of the request must be a JSON object: {error}.") from None
-        except RecursionError:
-            raise RequestError("The body of the request is nested too deeply.") from None
+        if isinstance(fields, dict) and isinstance(fields.get("model"), str):
+            self.served.check_name(fields["model"])
+        return self._read(self._request(fields))
 
     def _request(self, fields: Any) -> Any:
         return read(fields, self.schema)
@@ -332,11 +326,3 @@ def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         message = f"`{field}`: the model's token ids are 0 to {vocab_size - 1}, got {wrong[0]}."
         raise RequestError(message, param=field)
-
-
-def _objects(value: Any) -> int:
-    """Objects and lists in a value, with itself."""
-    if not isinstance(value, dict | list):
-        return 0
-    parts = value.values() if isinstance(value, dict) else value
-    return 1 + sum(map(_objects, parts))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+MOST_OBJECTS = 2**16  # and lists in a body: each takes a kilobyte or two until it is read
+OPENING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]', re.DOTALL)  # in JSON, a text or what opens one of them
 MOST_LINES = 2**20  # that a chat template may run for a request: about a second
 MOST_SECONDS = 5  # of a processor for it: a line may copy all texts
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
@@ -70,6 +72,12 @@ class LineCounter:
             yield
         finally:
             sys.settrace(before)
+
+
+def objects_in(body: bytes) -> int:
+    """Objects and lists in JSON, before it is read; texts may look like many where they are few."""
+    count = body.count(b"[") + body.count(b"{")
+    return count if count <= MOST_OBJECTS else sum(found[0] in (b"[", b"{") for found in OPENING.finditer(body))
 
 
 def may_have_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:

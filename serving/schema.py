@@ -5,7 +5,6 @@ ignored in silence. Fields on which no answer depends are accepted, and so is a 
 """
 
 import inspect
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -16,11 +15,13 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    SkipValidation,
     ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
@@ -43,14 +44,12 @@ _SET_BY_SERVER = {
 }
 
 
-def _nothing(*harmless: Any) -> Any:
-    """The type of a field that is accepted while it asks for nothing: one of these values, or an empty one."""
+def _asks_for_nothing(value: Any) -> None:
+    if value not in (0, "", [], {}):  # False is 0
+        raise ValueError("this is not supported by this server")
 
-    def check(value: Any) -> None:
-        if value not in (0, "", [], {}, *harmless):  # False is 0
-            raise ValueError("this is not supported by this server")
 
-    return Annotated[Any, BeforeValidator(check)]
+_Nothing = Annotated[Any, BeforeValidator(_asks_for_nothing)]  # a field that is accepted while it asks for nothing
 
 
 class _GenerationFields(BaseModel):
@@ -70,22 +69,38 @@ class _GenerationFields(BaseModel):
 GENERATION_FIELDS = tuple(_GenerationFields.model_fields)
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Closed(BaseModel):
+    """An object of known fields."""
 
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Open(BaseModel):
+    """One with what else a chat template may read."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class _StreamOptions(_Closed, strict=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM has it: in every chunk
     include_obfuscation: bool | None = None  # no answer depends on it
 
 
-# Settings of parallel decoding, which `WeDLMGenerationSettings` checks, and fields on which no answer depends.
+# Settings of parallel decoding, which `WeDLMGenerationSettings` checks; fields on which no answer depends; those of
+# what this server does not do.
 _SETTINGS = tuple(name for name in SETTING_NAMES if name not in ("mask_token_id", "output_trace"))
 _UNUSED = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
            "service_tier", "store", "user")  # fmt: skip
-_AnyValue: Any = create_model("_AnyValue", **dict.fromkeys((*_SETTINGS, *_UNUSED), (Any, None)))  # type: ignore
+_NOT_DONE = ("audio", "echo", "functions", "prediction", "presence_penalty", "suffix")
+_OtherFields: Any = create_model(
+    "_OtherFields",
+    **dict.fromkeys((*_SETTINGS, *_UNUSED), (Any, None)),  # type: ignore[call-overload]
+    **dict.fromkeys(_NOT_DONE, (_Nothing, None)),
+)
 
 
-class Request(_GenerationFields, _AnyValue):
+class Request(_GenerationFields, _OtherFields):
     """Fields that both endpoints take. `generation_config` holds more of them, as an object or as JSON text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
@@ -102,7 +117,6 @@ class Request(_GenerationFields, _AnyValue):
     stop: list[str] | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-0.99, le=2)] = None
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MOST_BIASES)] | None = None
-    presence_penalty: _nothing() = None  # type: ignore[valid-type]
     skip_special_tokens: bool = True
 
     @field_validator("stop", mode="before")
@@ -130,40 +144,32 @@ class Request(_GenerationFields, _AnyValue):
         return self
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="allow")  # what else a chat template may read
-
+class _Function(_Open):
     name: str
     arguments: dict[str, Any] = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
     def _from_text(cls, arguments: Any) -> Any:
-        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments  # none, as ""
+        return from_json(arguments or "{}") if isinstance(arguments, str | None) else arguments  # none, as ""
 
 
-class _ToolCall(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class _ToolCall(_Open):
     function: _Function
 
 
-class _Part(BaseModel):
+class _Part(_Closed):
     """A part of a message's content: text, or what a model said in place of an answer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "refusal", "input_text", "output_text"]
     text: str = ""
     refusal: str = ""
     cache_control: Any = None  # no answer depends on these
-    annotations: _nothing() = None  # type: ignore[valid-type]
-    logprobs: _nothing() = None  # type: ignore[valid-type]
+    annotations: _Nothing = None
+    logprobs: _Nothing = None
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class _Message(_Open):
     role: str
     content: str = ""
     tool_calls: Annotated[list[_ToolCall] | None, FailFast()] = None
@@ -196,47 +202,35 @@ class _Message(BaseModel):
         return content
 
 
-class _ToolFunction(BaseModel):
-    model_config = ConfigDict(extra="allow")  # what else a chat template may read
-
+class _ToolFunction(_Open):
     name: Annotated[str, Field(min_length=1)]
     parameters: dict[str, Any] | None = None
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class _Tool(_Open):
     type: Literal["function"]
     function: _ToolFunction
 
 
-class _Name(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Name(_Closed):
     name: str
 
 
-class _Choice(BaseModel):
+class _Choice(_Closed):
     """The tool that the model must call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: _Name
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Schema(_Closed, strict=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None  # whatever it is: the answer follows the schema
     wanted: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-class _Format(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Format(_Closed):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
@@ -275,14 +269,11 @@ class ChatRequest(Request):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    function_call: _Nothing | Literal["auto", "none"] = None  # what OpenAI's API had before tools
     modalities: Annotated[list[Literal["text"]] | None, FailFast()] = None
     response_format: _Format | None = None
     logprobs: Annotated[bool | None, Field(strict=False)] = None  # 0 asks for nothing
     top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
-    audio: _nothing() = None  # type: ignore[valid-type]
-    functions: _nothing() = None  # type: ignore[valid-type]
-    function_call: _nothing("auto", "none") = None  # type: ignore[valid-type]
-    prediction: _nothing() = None  # type: ignore[valid-type]
 
     @property
     def likeliest(self) -> int | None:
@@ -290,23 +281,24 @@ class ChatRequest(Request):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @model_validator(mode="after")
-    def _has_a_schema(self) -> "ChatRequest":
-        if self.response_format and (self.response_format.type == "json_schema") != bool(
-            self.response_format.json_schema
-        ):
+    def _has_what_goes_together(self) -> "ChatRequest":
+        wanted, names = self.response_format, [tool.function.name for tool in self.tools or []]
+        if wanted and (wanted.type == "json_schema") != bool(wanted.json_schema):
             message = "`response_format.json_schema` goes with the type 'json_schema', and is needed there."
             raise RequestError(message, param="response_format.json_schema")
-        return self
-
-    @model_validator(mode="after")
-    def _has_tools(self) -> "ChatRequest":
-        names = [tool.function.name for tool in self.tools or []]
-        if isinstance(self.tool_choice, _Choice) and self.tool_choice.function.name not in names:
-            message = f"`tool_choice` names {self.tool_choice.function.name!r}, which is none of the `tools`."
+        if self.chosen is not None and self.chosen not in names:
+            message = f"`tool_choice` names {self.chosen!r}, which is none of the `tools`."
             raise RequestError(message, param="tool_choice")
         if self.tool_choice == "required" and not names:
             raise RequestError("`tool_choice`: 'required' goes with `tools`.", param="tool_choice")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("`top_logprobs` goes with `logprobs`: true.", param="top_logprobs")
         return self
+
+    @property
+    def chosen(self) -> str | None:
+        """The tool that the model must call."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -330,20 +322,13 @@ class ChatRequest(Request):
         if not self.must_call and wanted is not None:
             answer = wanted.json_schema and wanted.json_schema.wanted
             options.append(partial(moved, {"type": "object"} if answer is None else answer))
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else None
         functions = [tool.function for tool in self.tools or [] if self.tool_choice != "none"]
-        functions = [each for each in functions if chosen in (None, each.name)]
+        functions = [each for each in functions if self.chosen in (None, each.name)]
         options += [partial(_call_schema, each) for each in functions]
         if len(options) == 1:
             return options[0](""), [each.name for each in functions]
         found = [option(f"/anyOf/{number}") for number, option in enumerate(options)]
         return {"anyOf": found}, [each.name for each in functions]
-
-    @model_validator(mode="after")
-    def _has_log_probabilities(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("`top_logprobs` goes with `logprobs`: true.", param="top_logprobs")
-        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -356,10 +341,8 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A body of `/v1/completions`."""
 
-    prompt: list[str | list[int]]
+    prompt: Annotated[list[str | list[int]], SkipValidation]  # as it is checked below
     best_of: int | None = None
-    echo: _nothing() = None  # type: ignore[valid-type]
-    suffix: _nothing() = None  # type: ignore[valid-type]
     logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
 
     @field_validator("logprobs", mode="before")
@@ -406,7 +389,7 @@ def read(body: Any, schema: type[Request]) -> Any:
     nested = body.pop("generation_config", None) or {}
     if isinstance(nested, str):
         try:
-            nested = json.loads(nested)
+            nested = from_json(nested)
         except ValueError as error:
             raise RequestError(f"`generation_config` is no JSON: {error}.", param="generation_config") from None
     if not isinstance(nested, dict):

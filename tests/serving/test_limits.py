@@ -18,9 +18,9 @@ from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.serving import limits
 from wedlm_hf.serving.calls import Chances, RequestError
 from wedlm_hf.serving.conversation import MOST_FIELDS, Conversation
-from wedlm_hf.serving.endpoints import MOST_OBJECTS, ChatEndpoint, ServedModel, TextEndpoint
+from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
 from wedlm_hf.serving.items import ItemsResponse
-from wedlm_hf.serving.limits import may_have_tokens
+from wedlm_hf.serving.limits import MOST_OBJECTS, may_have_tokens
 from wedlm_hf.serving.message import CallParser
 from wedlm_hf.serving.responses import ChatResponse, TextResponse
 
@@ -83,6 +83,11 @@ def test_a_body_has_a_limit_of_objects_before_they_are_read():
     for asked in ({"messages": CHAT * MOST_OBJECTS}, {"messages": CHAT, "metadata": [[]] * MOST_OBJECTS}):
         with pytest.raises(RequestError, match="more than 65536 objects and lists"):
             read(ChatEndpoint, **asked)
+    text = '[{"' * MOST_OBJECTS  # as a text may have
+    assert (
+        limits.objects_in(json.dumps({"messages": [{"role": "user", "content": text + "\\"}], "n": [{}]}).encode())
+        == 5
+    )
     with pytest.raises(RequestError, match="at most 1024 items"):
         read(TextEndpoint, prompt=["?"] * 100, suppress_tokens=[5] * 1025)
 

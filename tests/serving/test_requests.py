@@ -74,12 +74,20 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     ({"messages": ...}, "`messages` is missing", "messages"),
     (b"{", "JSON object", None),
     (b"[1]", "The body of the request must be a JSON object, got [1]", None),
-    (b"[" * 10**5, "The body of the request", None),
+    (b"[" * 10**4, "The body of the request", None),
     (b"\xff{", "must be a JSON object", None),
     (json.dumps({"messages": CHAT}).encode("utf-16"), "must be a JSON object", None),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not Unicode text", None),
-    (ASKS + b'"\\ud800": 1}', "not Unicode text", None),
-    (ASKS + b'"model": "\\ud800"}', "is not served", "model"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "must be a JSON object: unexpected end of hex", None),
+    (ASKS + b'"\\ud800": 1}', "must be a JSON object: unexpected end of hex", None),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}
+            ]
+        },
+        "hex escape",
+        "messages.0.tool_calls.0.function.arguments",
+    ),
     (ASKS + b'"temperature": Infinity}', "finite", "temperature"),
     (ASKS + b'"stream_options": {"include_usage": true}}', "goes with `stream`", "stream_options"),
 ]
