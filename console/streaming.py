@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -71,7 +70,7 @@ class AnswerStreamer(BaseStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
         self.write = write
-        self.decoder = TextDecoder(partial(tokenizer.decode, skip_special_tokens=True))
+        self.decoder = TextDecoder(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
         self.count = 0  # of the final tokens so far
         self.group = -1  # the prompt comes first
         self.seconds = 0.0  # spent in here, not in the decoder

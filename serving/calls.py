@@ -142,7 +142,7 @@ class Answer:
         self.has_calls = False
         self.finish_reason = "stop"
         self.tokens: list[int] = []
-        self.replayed: list[int] = []  # tokens that went out before the call was begun anew
+        self.replayed: list[int] = []  # tokens that went out before the call was begun anew, the last one first
         self.chances: list[Chances] = []  # of the next tokens
         self.ends = set(asked.ends)
         self.limit: int = asked.config.max_new_tokens
@@ -170,7 +170,7 @@ class Answer:
                 return
             chances = self.chances.pop(0) if self.asked.likeliest is not None else None
             if self.replayed:
-                if token != self.replayed.pop(0):
+                if token != self.replayed.pop():
                     raise RuntimeError("an answer beside it failed")
                 continue
             self.tokens.append(token)
@@ -340,6 +340,15 @@ class CallManager:
         """Returns when everything submitted so far is over."""
         self.thread.submit(lambda: None).result(timeout=60)
 
+    def run(self, call: Callable[[], Any]) -> Any:
+        """The result of a call that takes its turn among the others."""
+
+        def run() -> Any:
+            with self._own_generators():
+                return call()
+
+        return self.thread.submit(run).result()
+
     def next_batch(self, is_short: bool = False) -> list[Answer]:
         """Takes out what is decoded next: the answer that has waited longest, and those that can share its call; or
         only short ones. A request of many answers has its next ones behind the first ones of all others."""
@@ -363,6 +372,11 @@ class CallManager:
             for answer in batch:
                 answer.fail(as_request_error(error))
 
+    def _own_generators(self, is_needed: bool = True) -> Any:
+        """What a seed does to the generators of this process ends with its call, and reaches none that is let in."""
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=is_needed)
+
     def turns(self, config: GenerationConfig) -> Turns:
         """Short answers are made between the forwards of a call, and theirs let nobody in."""
         # A static cache is the model's only one, and `max_time` is for all that happens in a call.
@@ -385,10 +399,8 @@ class CallManager:
         hook = None
         if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
             hook = self.model.register_forward_hook(streamer.take_logits)
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
-            # What a seed does to the generators of this process ends with its call, and reaches none that is let in.
-            with torch.random.fork_rng(devices, enabled=asked.seed is not None or is_let_in):
+            with self._own_generators(asked.seed is not None or is_let_in):
                 if asked.seed is not None:
                     torch.manual_seed(asked.seed)
                 elif is_let_in:
@@ -409,7 +421,7 @@ class CallManager:
         unfinished = [answer for answer in batch if not answer.is_over]
         if len(batch) > 1:
             for answer in unfinished:
-                answer.replayed, answer.chances = list(answer.tokens), []
+                answer.replayed, answer.chances = answer.tokens[::-1], []
                 answer.forwards = answer.drafted = answer.accepted = 0
                 self._generate([answer], is_let_in)
             return

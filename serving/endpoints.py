@@ -110,10 +110,6 @@ class ServedModel:
         """Of the body of a request."""
         return min(self.most_characters * LONGEST_ESCAPE, MOST_CHARACTERS) + MOST_BYTES_BESIDE
 
-    def is_ordered(self, settings: dict[str, Any]) -> bool:
-        """Whether these settings choose tokens behind those before them."""
-        return decoder_of(settings, self.model) in (AR, EXACT)
-
     def check_name(self, name: str) -> None:
         """Raises `RequestError` for the name of another model."""
         if name != self.name:
@@ -152,14 +148,18 @@ class Endpoint:
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
         settings = with_asked(self.served.settings, settings_of(request), self.served.model)
-        is_ordered = self.served.is_ordered(settings)
+        is_ordered = decoder_of(settings, self.served.model) in (AR, EXACT)
         looks_up = settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens
         if request.likeliest is not None and looks_up:
             message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
             raise RequestError(message, param="logprobs")
-        rest = {"seed": request.seed, "stops": request.stop or self.served.stops, "likeliest": request.likeliest}
-        rest["is_ordered"] = is_ordered
-        rest["special"] = self.served.special if request.skip_special_tokens else {}
+        rest = {
+            "seed": request.seed,
+            "stops": request.stop or self.served.stops,
+            "special": self.served.special if request.skip_special_tokens else {},
+            "likeliest": request.likeliest,
+            "is_ordered": is_ordered,
+        }
         asked = [
             Asked(prompt, self._config(request, prompt), settings, **rest | more)
             for prompt, more in self._prompts(request)
@@ -167,7 +167,7 @@ class Endpoint:
         needs = {
             "logprobs": request.likeliest is not None,
             "tool_choice": getattr(request, "must_call", False),
-            "response_format": getattr(request, "wanted_schema", (None, None))[0] is not None,
+            "response_format": any(each.grammar for each in asked),
         }
         if not is_ordered and (wrong := next((name for name, is_asked in needs.items() if is_asked), None)):
             message = f"`{wrong}` needs each token's predecessors"

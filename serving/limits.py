@@ -37,9 +37,9 @@ sys.exit(100 * (time.process_time() - begin > 0.25))
 """
 TOOK_LONG = 100
 
-LONG = 2**16  # characters
-# Of a long text; they end behind a word where it is not too far, as most tokens do.
-PARTS = re.compile(rf".{{1,{LONG}}}\S{{0,256}}", re.DOTALL)
+LONGEST_PART = 2**16  # characters of a text that is read in parts
+# They end behind a word where it is not too far, as most tokens do.
+PARTS = re.compile(rf".{{1,{LONGEST_PART}}}\S{{0,256}}", re.DOTALL)
 
 _turns = threading.BoundedSemaphore(TRIALS)
 
@@ -88,7 +88,7 @@ def may_have_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:
     are never a matter of where they begin.
     """
     left = 2 * most
-    return len(text) <= LONG or all((left := left - count(part[0])) >= 0 for part in PARTS.finditer(text))
+    return len(text) <= LONGEST_PART or all((left := left - count(part[0])) >= 0 for part in PARTS.finditer(text))
 
 
 def can_be_built(schema: str) -> bool:

@@ -91,7 +91,7 @@ def record_prompt(
             keywords = dict(options) | ({"output_trace": True} if not turn and name != AR else {})
             keywords |= {"logits_processor": [processors()]} if processors else {}
             stream = None if turn or streamer is None else streamer(name)
-            how = {"seed": seed, "note": note if not turn and name == AR else None, "between": between}
+            how: dict[str, Any] = {"seed": seed, "note": note if not turn and name == AR else None, "between": between}
             calls[name].append(run(partial(decode_call, model, tokenizer, [tokens], keywords, stream, **how)))
     runs = [_run(model, tokenizer, options, tokens, calls[name], noted) for name, options in decoders.items()]
     return Recording(prompt, tokens, runs)

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from ...checkpoints import NANO
@@ -136,7 +135,7 @@ class Replays:
 
         def run(call: Callable[[], Any]) -> Any:
             watcher.check()
-            return self.calls.thread.submit(_with_own_generators, call, model.device).result()
+            return self.calls.run(call)
 
         recording = record_prompt(
             model,
@@ -153,12 +152,6 @@ class Replays:
         )
         name, seed = self.served.name, asked.seed or 0
         return to_json(trace_of(model, tokenizer, [recording], model_name=name, seed=seed, digests={}))
-
-
-def _with_own_generators(call: Callable[[], Any], device: torch.device) -> Any:
-    """Calls it; what its seed does to the generators of this process ends with it."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return call()
 
 
 class Gone(Exception):

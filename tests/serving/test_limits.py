@@ -73,7 +73,7 @@ def test_a_text_that_fits_is_never_refused_for_its_parts(pieces, size):
     text = "".join(piece * count for piece, count in pieces)
     count = lambda part: len(TOKENIZER(part, add_special_tokens=False).input_ids)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "LONG", 0)
+        patch.setattr(limits, "LONGEST_PART", 0)
         patch.setattr(limits, "PARTS", re.compile(rf".{{1,{size}}}\S{{0,16}}", re.DOTALL))
         assert may_have_tokens(text, count(text), count)
         assert "".join(part[0] for part in limits.PARTS.finditer(text)) == text
