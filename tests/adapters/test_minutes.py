@@ -177,7 +177,7 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
 def test_a_model_that_keeps_a_state_is_adapted(tmp_path, monkeypatch):
     base, tokens = write_base(tmp_path / "llama"), {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "pad_token_id": PAD}
     randomize(build("Qwen3_5", STATEFUL["Qwen3_5"] | tokens)).save_pretrained(base)
-    made = adapted(tmp_path, Machine(0.5, 0.001), monkeypatch, minutes=20, tokens=60)
+    made = adapted(tmp_path, Machine(0.5, 0.001), monkeypatch, minutes=10, tokens=60)
     assert made["mask_rows"] > 0
     written = read_answers(tmp_path / "out" / "work" / "answers.jsonl")
     assert len([answer for answer in written if answer["batch"] == 0]) > 1  # written together

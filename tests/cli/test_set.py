@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.adapters import adapt
 from wedlm_hf.adapters.adapt_config import AdaptConfig
+from wedlm_hf.cli import settings as trying
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.cli.settings import REFUSED, checked, parse_settings
 from wedlm_hf.generation.settings import SETTING_NAMES
@@ -80,6 +81,8 @@ def command(loaded, monkeypatch, tmp_path):
     model = loaded[0]
     loads: list[str] = []
     monkeypatch.setattr(LoadingOptions, "load", lambda *args: loads.append("") or loaded)
+    # Settings are tried on as many tokens as the model has: with those of the largest models, each takes longer.
+    monkeypatch.setattr(trying, "_VOCABULARY", model.config.vocab_size)
     stored = model.generation_config.to_dict()
     answered: list[str] = []
 

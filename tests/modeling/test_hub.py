@@ -121,7 +121,7 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
     assert len([file for file in first if file.endswith(".safetensors")]) > 3
 
 
-@pytest.mark.parametrize("python", [sys.executable, *OTHERS])
+@pytest.mark.parametrize("python", OTHERS or [sys.executable])  # which others come back to
 def test_checkpoints_travel_to_other_versions_of_the_packages_and_back(tmp_path, python):
     """By the code beside them alone, in the layout of today and in the published one."""
     folders = {layout: write_checkpoint(tmp_path / layout) for layout in ("today", "published")}

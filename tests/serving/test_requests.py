@@ -434,8 +434,8 @@ def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_a
 ):
     """And the longer call goes on for as long before the next, on a clock on which a position takes a second."""
     with Server(*nano, {"strategy": "ar"}) as server:
-        asked = {"max_tokens": 100, "extra_body": {"min_new_tokens": 100, **more}}
-        alone = server.text(**asked), server.text(max_tokens=6), server.text(**asked, logprobs=True, top_logprobs=3)
+        asked = {"max_tokens": 80, "extra_body": {"min_new_tokens": 80, **more}}
+        alone = server.text(**asked), server.text(max_tokens=6)
         lengths, calls, are_read = [], server.app.state.desk.calls, threading.Event()
         monkeypatch.setattr(calls_module, "time", SimpleNamespace(perf_counter=lambda: sum(lengths)))
         hook = server.model.register_forward_hook(
@@ -464,7 +464,7 @@ def test_a_short_answer_is_made_between_two_forwards_of_a_longer_call_and_both_a
             are_read.set()
             choice = long.result().choices[0]
         hook.remove()
-        assert choice.message.content == alone[0] == alone[2]
+        assert choice.message.content == alone[0]
         assert "".join(each.token for each in choice.logprobs.content) == alone[0]
         (start, end, count), (begin, _, _) = taken
         assert begin - end >= end - start > 2 * count == 12  # the prompt's time counts
@@ -558,22 +558,27 @@ def objects_left(server):
 def test_a_server_keeps_nothing_of_the_requests_that_it_has_answered(server):
     rounds = 5
 
+    def chat_of(number):
+        return {"messages": [{"role": "user", "content": f"Sort {number}, 7"}], "max_tokens": 3}
+
+    def ask_for_json(number):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": number}}}
+        post(server, chat_of(number) | {"verification": "exact", "response_format": form}).read()
+
     def ask(number):
-        chat = {"messages": [{"role": "user", "content": f"Sort {number}, 7"}], "max_tokens": 3}
-        schema = {"name": "x", "schema": {"const": number}}
-        for more in (
-            {}, {"stream": True}, {"strategy": "ar", "logprobs": True, "top_logprobs": 2}, {"seed": number, "n": 2},
-            {"verification": "exact", "response_format": {"type": "json_schema", "json_schema": schema}},
-        ):  # fmt: skip
+        chat, logprobs = chat_of(number), {"strategy": "ar", "logprobs": True, "top_logprobs": 2}
+        for more in ({}, {"stream": True}, logprobs, {"seed": number, "n": 2}):
             post(server, chat | more).read()
+        ask_for_json(number)
         refusal(server, chat | {"top_k": [number]})
         refusal(server, chat | {f"field{number}": 1})
         post(server, chat, "page/replay").read()
         post(server, chat | ENDLESS | {"stream": True, "max_tokens": 400}).close()
         server.app.state.desk.calls.wait()
 
-    for number in range(GRAMMARS):  # what is made once, or kept for a while
-        ask(number)
+    ask(0)  # what is made once
+    for number in range(1, GRAMMARS):  # what is kept for a while
+        ask_for_json(number)
     before = objects_left(server)
     for number in range(rounds):
         ask(GRAMMARS + number)
