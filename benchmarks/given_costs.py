@@ -41,7 +41,7 @@ class Clock:
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
-        """Within this context, it is the planner's, and each forward but those of prompts moves it."""
+        """Within this context, it is decoding's, and each forward but those of prompts moves it."""
         forward = ParallelDecoder._forward
 
         def timed(decoder: ParallelDecoder, step: Any) -> Any:
@@ -54,7 +54,7 @@ class Clock:
                 self.forwards += 1
             return forward(decoder, step)
 
-        planned = patch("wedlm_hf.generation.mixin.step_clock", lambda device: self)
+        planned = patch("wedlm_hf.generation.decoding.step_clock", lambda device: self)
         with patch.object(ParallelDecoder, "_forward", timed), planned:
             yield
 

@@ -31,6 +31,7 @@ from .request import DecodingRequest
 from .rows import SequenceState, Step, Tree, lay_out
 from .rules import Rule, SequenceOutcome, StepOutcome, on_host
 from .state import keeps_state
+from .step_times import step_clock
 from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
@@ -68,6 +69,7 @@ class ParallelDecoder:
         self._criteria_prompts = prompts.cpu() if is_on_host else prompts
         self.cache.open(self.request.prompts, prompts.device, self.model.config)
         self._cache_name = cache_name(self.model)
+        self._clock = step_clock(prompts.device.type) if self.rule.is_timed else lambda: 0.0
         self.sequences = [
             SequenceState(index, list(prompt), len(prompt), cached, self.request.limit)
             for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
@@ -92,7 +94,7 @@ class ParallelDecoder:
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
     def _step(self) -> StepOutcome:
-        self.rule.begin()
+        began = self._clock()
         # In the order of the cache's buffers: the unfinished ones, or all where shapes are fixed.
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
         step = self._lay_out(sequences)
@@ -102,6 +104,7 @@ class ParallelDecoder:
         self.cache.commit([each.kept for each in outcome.sequences])
         if self.compiled is None:
             self.cache.retire([sequence.is_finished for sequence in sequences])
+        self.rule.finish(self._clock() - began)
         self._plan(sequences)
         return outcome
 

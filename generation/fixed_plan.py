@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from sys import maxsize
 
-from .planner import Outlook
+from .planner import Outlook, StepSize
 from .rows import ADAPTER_MASKS, MaskRun, Row, Tree, with_masks
 
 
@@ -11,6 +11,8 @@ class FixedPlan:
     """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one; or
     fewer of both, where a step may not have so many rows. Where a state is kept, a step without both commits the
     tokens once `pending` are. It learns nothing."""
+
+    is_timed = False
 
     def __init__(
         self,
@@ -33,10 +35,7 @@ class FixedPlan:
     def learn(self, draft: Row, has_passed: bool) -> None:
         """See [`Planner.learn`]."""
 
-    def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
-        """See [`Planner.begin`]."""
-
-    def finish(self, tokens: int) -> None:
+    def finish(self, size: StepSize, tokens: int, seconds: float) -> None:
         """See [`Planner.finish`]."""
 
     def _rows(self, outlook: Outlook, most: int) -> Tree:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from sys import maxsize
 from typing import Any
@@ -31,7 +31,7 @@ from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings, is_left_out
 from .state import keeps_state
 from .stats import DecodingStats, EndRecorder, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
-from .step_times import StepTimes, step_clock
+from .step_times import StepTimes
 from .streaming import TokenStream
 from .threads import sleeping_beside_others
 from .verify import VerifyRule
@@ -354,34 +354,27 @@ def _rule(
     how = is_chain, drafter.run, has_state, ROWS_ALIKE - has_state if is_by_row else maxsize
     if not is_planned:
         return VerifyRule(sampler, drafter, FixedPlan(size, *how), size, is_by_row, has_state), nullcontext()
-    kept = _planner(model, settings, sampler, size - drafter.run.skipped, *how)
-    return VerifyRule(sampler, drafter, kept.planner, size, is_by_row, has_state), kept
+    planner, kept = _planner(model, settings, sampler, size - drafter.run.skipped, *how)
+    return VerifyRule(sampler, drafter, planner, size, is_by_row, has_state), kept
 
 
-class _Kept(AbstractContextManager["_Kept"]):
-    """A planner of a call, which stays with the model behind it if it has a place there."""
-
-    def __init__(self, planner: Planner, home: dict[Any, Planner] | None = None, key: Any = None):
-        self.planner, self.home, self.key = planner, home, key
-
-    def __exit__(self, *error: Any) -> None:
-        if self.home is not None:
-            self.home[self.key] = self.planner
-
-
-def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> _Kept:
-    """The planner of a call. Where it measures times, it knows what it learned in the calls before."""
+def _planner(
+    model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any
+) -> tuple[Planner, AbstractContextManager[Any]]:
+    """The planner of a call, and the context of its use. Where it measures times, it knows what it learned in the
+    calls before."""
     # The processes of tensor parallelism must plan alike: nothing there may depend on a clock.
-    is_alone = (getattr(model, "tp_size", None) or 1) == 1
-    device, slot_cost = sampler.device.type, settings.slot_cost
-    usual = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
-    if slot_cost is not None or not is_alone:
-        return _Kept(Planner(StepTimes(usual if slot_cost is None else slot_cost), depth, *how))
+    is_timed = settings.slot_cost is None and (getattr(model, "tp_size", None) or 1) == 1
+    usual = SLOT_COSTS.get(sampler.device.type, SLOT_COSTS["cuda"])
+    new = Planner(StepTimes(usual if settings.slot_cost is None else settings.slot_cost, is_timed), depth, *how)
+    if not is_timed:
+        return new, nullcontext()
     home = model.__dict__.setdefault("_planners", {})
     key = str(sampler.device), model.dtype, sampler.do_sample, depth, *how
     # Taken away while it is used: other threads make one of their own.
-    planner = home.pop(key, None) or Planner(StepTimes(usual, step_clock(device)), depth, *how)
-    return _Kept(planner, home, key)
+    planner, kept = home.pop(key, new), ExitStack()
+    kept.callback(home.__setitem__, key, planner)
+    return planner, kept
 
 
 def _decode(

@@ -97,12 +97,10 @@ class Rule(Protocol):
     most_masks: int  # how many of these may be masks
     asks_all: bool  # needs logits from the last final token on; otherwise those of masks alone
     is_by_row: bool  # real rows attend one by one, see [`attends_by_row`]
+    is_timed: bool  # learns from what steps take
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """The rows of each of these sequences in the next forward."""
-
-    def begin(self) -> None:
-        """The step of these rows begins."""
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """Chooses tokens at these rows, for all sequences at once, on the device.
@@ -122,6 +120,9 @@ class Rule(Protocol):
             readings: its part of those of the [`StepOutcome`], with lists in the place of tensors.
             cut: says how many of the tokens are taken.
         """
+
+    def finish(self, seconds: float) -> None:
+        """The step has ended, all sequences are settled. It took so long, or 0 where it is not timed."""
 
 
 def select_masks(
@@ -171,7 +172,7 @@ class FillRule:
         is_block: masks are added only when the whole window is filled: the block-wise baseline.
     """
 
-    asks_all = is_by_row = False
+    asks_all = is_by_row = is_timed = False
 
     def __init__(
         self,
@@ -184,9 +185,6 @@ class FillRule:
         self.settings, self.sampler, self.end_tokens, self.is_block = settings, sampler, end_tokens, is_block
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size, size
         self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
-
-    def begin(self) -> None:
-        """See [`Rule`]: nothing is measured."""
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
         """Pending tokens, then filled slots, then masks, each in ascending order."""
@@ -244,3 +242,6 @@ class FillRule:
         sequence.tokens += final
         del window[: len(final)]
         return outcome
+
+    def finish(self, seconds: float) -> None:
+        """See [`Rule`]. Nothing is learned."""

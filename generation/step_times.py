@@ -21,7 +21,7 @@ FRESH = 200
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
-    """Seconds for [`StepTimes`]: a CPU's own do not count those of other programs on the machine."""
+    """Seconds: a CPU's own do not count those of other programs on the machine."""
     return thread_time if device_type == "cpu" else perf_counter
 
 
@@ -30,12 +30,12 @@ class StepTimes:
 
     Args:
         slot_cost: what a row adds to the time of one row, until it is measured; or times by number of rows.
-        clock: seconds. `None`: `slot_cost` is all there is to know.
+        is_measured: steps are timed. Otherwise `slot_cost` is all there is to know.
     """
 
-    def __init__(self, slot_cost: float | Mapping[int, float], clock: Callable[[], float] | None = None):
+    def __init__(self, slot_cost: float | Mapping[int, float], is_measured: bool = False):
         given = slot_cost if isinstance(slot_cost, Mapping) else {1: 1.0, 2: 1.0 + slot_cost}
-        self.clock, self._steps, self._given = clock, 0, np.array(sorted(given.items()), dtype=float).T
+        self.is_measured, self._steps, self._given = is_measured, 0, np.array(sorted(given.items()), dtype=float).T
         self._forget(0.0)
 
     def _forget(self, load: float) -> None:
@@ -98,7 +98,7 @@ class StepTimes:
 
     def widest(self, alone: int) -> int:
         """The widest step that may be tried: DOUBT times the widest so far, after two AR steps, of `alone` rows."""
-        if self.clock is None:
+        if not self.is_measured:
             return maxsize
         if len(self._samples[False].get(alone, ())) < 2:
             return 0

@@ -24,7 +24,7 @@ import torch
 
 from .drafter import Drafter, Seen
 from .fixed_plan import FixedPlan
-from .planner import Outlook, Planner
+from .planner import Outlook, Planner, StepSize
 from .rows import SequenceState, Step, Tree
 from .rules import Cut, SequenceOutcome, StepOutcome
 from .sampling import TokenSampler
@@ -75,18 +75,16 @@ class VerifyRule:
     ):
         self.sampler, self.drafter, self.planner = sampler, drafter, planner
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.run.skipped, size
-        self.is_by_row, self.keeps_state = is_by_row, keeps_state
+        self.is_by_row, self.keeps_state, self.is_timed = is_by_row, keeps_state, planner.is_timed
         self._outlooks: dict[int, Outlook] = {}  # of each sequence, by its index
-        self._tokens: int | None = None  # new tokens of this step, if the planner learns from it
-        self._planned = 0, False, 0  # its physical rows, whether masks are among them, and its sequences
+        self._size: StepSize | None = None  # of this step, if the planner learns from it
+        self._tokens = 0  # its new ones, of all sequences
 
     # --- the rows of a forward ---------------------------------------------------------------------------------------
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[Tree]:
-        """The planned rows. The planner takes the time of a step from one call to the next."""
-        if self._tokens is not None:
-            self.planner.finish(self._tokens)
-        self._tokens = None
+        """The planned rows."""
+        self._size, self._tokens = None, 0
         if not sequences:
             return []
         is_prefill = any(not sequence.new_count for sequence in sequences)
@@ -99,14 +97,8 @@ class VerifyRule:
         found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
         has_masks = any(rows[-1].token is None for rows in found)
         if not is_prefill:  # a prompt's time is that of AR decoding, too
-            self._planned = len(found) * max(map(len, found)), has_masks, len(sequences)
-            self._tokens = 0
+            self._size = len(found) * max(map(len, found)), has_masks, len(sequences)
         return found
-
-    def begin(self) -> None:
-        """See [`Rule`]. What others do between two steps is not the step's time."""
-        if self._tokens is not None:
-            self.planner.begin(*self._planned)
 
     def _rows(self, sequence: SequenceState, planned: Tree) -> Tree:
         """Pending tokens, and behind their last one the planned rows."""
@@ -221,10 +213,14 @@ class VerifyRule:
         )
         sequence.committed += len(outcome.kept)
         sequence.tokens += outcome.new_tokens
-        if self._tokens is not None:
-            self._tokens += count
+        self._tokens += count
         if not sequence.is_finished:
             masks = len(rows.masks(path[-1])[self.drafter.run.skipped :])
             drafts = self.drafter.drafts(sequence, masks, guesses)
             self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome
+
+    def finish(self, seconds: float) -> None:
+        """See [`Rule`]."""
+        if self._size is not None:
+            self.planner.finish(self._size, self._tokens, seconds)

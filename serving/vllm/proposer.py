@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 
 from ...generation.fixed_plan import FixedPlan
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Outlook, Planner
+from ...generation.planner import Outlook, Planner, StepSize
 from ...generation.rows import ADAPTER_MASKS, OWN_MASKS, MaskRun, Row, Tree
 from ...generation.step_times import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
@@ -73,9 +73,11 @@ class Proposer:
         self.mask_token_id = vllm_config.model_config.hf_config.mask_token_id
         # Processes of a tensor-parallel group must decide alike: no clock of their own there.
         device = vllm_config.device_config.device_type
-        is_alone = vllm_config.parallel_config.tensor_parallel_size == 1
-        slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
-        self.times = StepTimes(slot_cost, step_clock(device) if is_alone else None)
+        is_timed = vllm_config.parallel_config.tensor_parallel_size == 1 and not self.always_draft
+        self.times = StepTimes(SLOT_COSTS.get(device, SLOT_COSTS["cuda"]), is_timed)
+        self._clock = step_clock(device) if is_timed else lambda: 0.0
+        self._size: StepSize = 1, False, 1  # of the step that is under way
+        self._began = 0.0
         self.planner: Any = None  # once the model is there
         self._gain: float | None = None  # tokens that drafts and masks bring a request's step, a running mean
         self._logged: tuple[bool | None, float] = None, -PAUSE  # whether they gain, by the log's last line, and when
@@ -128,7 +130,7 @@ class Proposer:
         for index, planned in zip(active, self.planner.plan(outlooks), strict=True):
             proposed[index] = self._proposal(step.requests[index], planned)
         requests, speculative = len(active), sum(map(len, proposed))
-        self.planner.begin(requests + speculative, speculative > 0, requests)
+        self._size, self._began = (requests + speculative, speculative > 0, requests), self._clock()
         if not self.always_draft:
             self._tell(self.planner.gain / requests)
         return proposed
@@ -154,7 +156,7 @@ class Proposer:
                     self.planner.learn(draft, place < len(tokens) - 1)
         requests = frozenset(step.requests)
         if step.is_decode and requests == self._last:
-            self.planner.finish(sum(map(len, sampled)))
+            self.planner.finish(self._size, sum(map(len, sampled)), self._clock() - self._began)
         if requests != self._last:
             for name in [name for name in self.states if name not in step.states]:
                 del self.states[name]

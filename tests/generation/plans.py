@@ -1,7 +1,7 @@
 """Decoding in simulation, for any planner on any curve of times; and what the best fixed shape would reach.
 
 Drafts pass with a chance that varies from draft to draft around a mean, and masks say so. A planner sees what it sees
-in the library: drafts with their chances, what became of them, and a clock. A fixed shape checks the n likeliest
+in the library: drafts with their chances, what became of them, and seconds. A fixed shape checks the n likeliest
 drafts of each step, with m masks behind each row. Where a state is kept, drafts are a chain with m masks behind it,
 and a fixed shape commits once k tokens are pending. Speeds are relative to AR decoding.
 """
@@ -36,16 +36,6 @@ CURVES: dict[str, Curve] = {
 ACCEPTANCES = [percent / 100 for percent in range(10, 100, 5)]
 # What siblings have of the chance that is left.
 SIBLINGS = (0.4, 0.25)
-
-
-class Clock:
-    """Moves only when it is told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        """Seconds."""
-        return self.now
 
 
 def drafts_of(masks: int, acceptance: float, random: Random, siblings: tuple[float, ...] = SIBLINGS) -> list[Row]:
@@ -91,10 +81,9 @@ def speed(
     odds: float = 1.0,
 ) -> float:
     """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
-    time the planner's clock shows times `noise`. `maskless`: mean chance of the drafts that there are without masks,
+    time the planner is told times `noise`. `maskless`: mean chance of the drafts that there are without masks,
     of one position; 0 for none. `odds`: times those that are told, a draft passes."""
     random, jitter = Random(seed), Random(seed)
-    clock = planner.times.clock if isinstance(planner, Planner) else None
     keeps_state = planner.keeps_state
     outlooks = [Outlook([], 0, ROOM)] * batch
     siblings = () if keeps_state else SIBLINGS
@@ -105,10 +94,7 @@ def speed(
         checked = [[row for row in plan if row.token is not None] for plan in plans]
         masks = max(len(plan) - len(drafts) for plan, drafts in zip(plans, checked, strict=True))
         rows = batch * (1 + before + max(map(len, checked)) + masks)
-        planner.begin(rows, masks > 0, batch)
         took = curve(rows, masks > 0, step)
-        if isinstance(clock, Clock):
-            clock.now += 0.025 * took * noise(jitter)
         time, alone = time + took, alone + curve(batch, False, step)
         outlooks, found = [], 0
         for plan, drafts in zip(plans, checked, strict=True):
@@ -121,7 +107,7 @@ def speed(
             foreseen = len(plan.masks(last))
             depth, mean = (foreseen, mean) if foreseen else (int(maskless > 0), maskless)
             outlooks.append(Outlook(drafts_of(depth, mean, random, siblings), foreseen, ROOM))
-        planner.finish(found)
+        planner.finish((rows, masks > 0, batch), found, 0.025 * took * noise(jitter))
         before = before + found if keeps_state and plans[0] else 0
         tokens += found
     return tokens / batch / time * (alone / steps)
@@ -131,7 +117,7 @@ def planned(curve: Curve, acceptance: float, batch: int = 1, seeds: int = 3, kee
     """The mean speed of new planners."""
     found = 0.0
     for seed in range(1, seeds + 1):
-        planner = Planner(StepTimes(0.035, Clock()), DEPTH, is_chain=keeps_state, keeps_state=keeps_state)
+        planner = Planner(StepTimes(0.035, is_measured=True), DEPTH, is_chain=keeps_state, keeps_state=keeps_state)
         found += speed(planner, lambda rows, has_masks, step: curve(rows), acceptance, seed=seed, batch=batch)
     return found / seeds
 

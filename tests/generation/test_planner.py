@@ -1,18 +1,21 @@
 """The planner: near the best fixed shape on any curve of costs, and what it is made of."""
 
 from collections import Counter
-from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from random import Random
 
+import numpy as np
 import plans
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import tiny_model
 
+from wedlm_hf.generation import decoding
 from wedlm_hf.generation.fixed_plan import FixedPlan
-from wedlm_hf.generation.planner import Odds, Outlook, Planner
-from wedlm_hf.generation.rows import OWN_MASKS, Row
+from wedlm_hf.generation.planner import Odds, Outlook, Planner, choose
+from wedlm_hf.generation.rows import ADAPTER_MASKS, OWN_MASKS, Row
 from wedlm_hf.generation.step_times import StepTimes
 
 ROOM = 1000
@@ -27,7 +30,7 @@ DRAWN = {
 
 
 def new_planner(slot_cost=0.035, depth=plans.DEPTH, **options):
-    return Planner(StepTimes(slot_cost, plans.Clock()), depth, **options)
+    return Planner(StepTimes(slot_cost, is_measured=True), depth, **options)
 
 
 def new_chain(slot_cost=0.035):
@@ -120,6 +123,64 @@ def test_another_machine_is_measured_anew():
     assert speed(planner, "bfloat16, AVX2", 0.9, 200) > 0.93
 
 
+def options(numbers, *first):
+    """Arrays of a number for each of three times three options, drafts by masks; `first`: what AR steps have."""
+    rest = st.lists(numbers, min_size=9 - len(first), max_size=9 - len(first))
+    return rest.map(lambda each: np.array([*first, *each], dtype=float).reshape(3, 3))
+
+
+# Whole numbers, so that several options may be equal. AR steps bring nothing more, and are always allowed.
+GAINS, PRICES = options(st.integers(-3, 6), 0), options(st.sampled_from([0, 1, 2, 3, inf]), 0)
+HOPES = options(st.sampled_from([-inf, -1, 0, 1, 2, 3, 4]))
+
+
+@given(GAINS, PRICES, st.integers(0, 4))
+def test_the_option_that_nets_most_is_chosen_and_of_equal_ones_the_smallest(gains, prices, credit):
+    best, cost = choose(gains, prices, credit)
+    nets = {option: gains[option] - prices[option] for option in np.ndindex(3, 3)}
+    assert best == max(nets, key=nets.get) and cost == 0  # the first of equal ones
+
+
+@given(GAINS, PRICES, st.integers(0, 4), HOPES, st.integers(0, 2))
+def test_a_look_is_at_the_most_hopeful_option_that_the_credit_pays(gains, prices, credit, hopes, fee):
+    best, (chosen, cost) = choose(gains, prices, credit)[0], choose(gains, prices, credit, hopes, fee)
+    loss = {option: gains[best] - prices[best] - gains[option] + prices[option] for option in np.ndindex(3, 3)}
+    assert prices[chosen] < inf and cost <= credit
+    if chosen == best:
+        assert cost == 0
+    else:
+        assert cost == loss[chosen] + fee
+        assert hopes[chosen] == max(hopes[option] for option in loss if loss[option] <= credit) > -inf
+    if not fee and any(hopes[option] > max(-inf, hopes[best]) for option in loss if loss[option] <= credit):
+        assert chosen != best
+
+
+@given(
+    st.integers(0, 9),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from([ADAPTER_MASKS, OWN_MASKS]),
+    st.floats(0.0, 0.2),
+)
+def test_no_plan_has_more_rows_than_a_step_may_or_passes_the_limit(
+    foreseen, depth, room, most_rows, is_chain, run, slot_cost
+):
+    planner = Planner(StepTimes(slot_cost), depth, is_chain, run, most_rows=most_rows)
+    drafts = plans.drafts_of(foreseen, 0.8, Random(foreseen), () if is_chain else plans.SIBLINGS)
+    (plan,) = planner.plan([Outlook(drafts, foreseen, room)])
+    assert len(plan) < most_rows
+    assert all(row.position < room + run.first - 1 for row in plan)
+    assert all(row.parent < place for place, row in enumerate(plan))
+
+
+def test_where_masks_were_forgotten_and_none_may_stand_drafts_are_checked():
+    planner = Planner(StepTimes(0.0), 5, run=OWN_MASKS, most_rows=2)
+    planner.worth.known[:] = 0.0
+    assert len(parts(planner, chain(0.9), 0)[0]) == 1
+
+
 def chain(*chances):
     return [Row(7, place + 1, place - 1, chance) for place, chance in enumerate(chances)]
 
@@ -188,7 +249,7 @@ def test_steps_end_at_the_edges_of_stairs(step):
 
 
 def test_times_see_stairs_and_a_table_is_taken_as_it_is():
-    times, stairs = StepTimes(0.035, plans.Clock()), plans.CURVES["stairs of 8"]
+    times, stairs = StepTimes(0.035, is_measured=True), plans.CURVES["stairs of 8"]
     for rows in [*range(1, 20)] * 4:
         times.record(rows, True, 5.0 * stairs(rows))
     assert all(times.of(rows, True) / times.of(1, True) == pytest.approx(stairs(rows)) for rows in range(1, 20))
@@ -197,7 +258,7 @@ def test_times_see_stairs_and_a_table_is_taken_as_it_is():
 
 
 def test_a_width_that_takes_some_percent_longer_than_before_is_believed():
-    times = StepTimes(0.035, plans.Clock())
+    times = StepTimes(0.035, is_measured=True)
     for longer in (1.1, 1.14):
         for rows, seconds in [(1, 1.0), (1, 1.0), (4, longer)] * 9:
             times.record(rows, False, seconds)
@@ -205,7 +266,7 @@ def test_a_width_that_takes_some_percent_longer_than_before_is_believed():
 
 
 def test_a_busy_moment_of_the_machine_is_forgotten():
-    random, times = Random(0), StepTimes(0.035, plans.Clock())
+    random, times = Random(0), StepTimes(0.035, is_measured=True)
     for step in range(400):
         rows = random.choice([1, 4, 8, 12])
         busy = 3.0 if 100 < step < 160 or random.random() < 0.05 else 1.0
@@ -218,7 +279,7 @@ def test_a_busy_moment_of_the_machine_is_forgotten():
 def test_a_width_is_not_dearer_for_not_having_been_met_lately(others):
     random, found = Random(0), []
     for _ in range(9):
-        times = StepTimes(0.035, plans.Clock())
+        times = StepTimes(0.035, is_measured=True)
         met = [(1, False, 1.0)] * 6 + [(5, True, 1.4)] * 6 + [*others, (1, False, 1.0)] * 150
         for rows, has_masks, time in met:
             times.record(rows, has_masks, 0.01 * time * random.lognormvariate(0, 0.05))
@@ -241,7 +302,7 @@ def test_masks_stand_where_their_drafts_bring_more_than_drafts_without_them(mask
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
     planner = new_planner()
     assert not any(len(planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])[0]) for _ in range(20))
-    assert planner._worth.min() > 0.3
+    assert planner.worth.mean.min() > 0.3
 
 
 def test_slow_first_steps_are_doubted():
@@ -250,12 +311,11 @@ def test_slow_first_steps_are_doubted():
     for _ in range(400):
         checked, masks = parts(planner, chain(*[0.9] * drafts), drafts)
         rows = 1 + len(checked) + sum(masks)
-        planner.begin(rows, masks[-1] > 0, 1)
         met[rows] += 1
-        planner.times.clock.now += 1.0 if rows > 1 and met[rows] <= 2 else 0.005 * (1 + 0.02 * (rows - 1))
+        seconds = 1.0 if rows > 1 and met[rows] <= 2 else 0.005 * (1 + 0.02 * (rows - 1))
         for draft in checked:
             planner.learn(draft, True)
-        planner.finish(1 + len(checked))
+        planner.finish((rows, masks[-1] > 0, 1), 1 + len(checked), seconds)
         drafts = masks[-1]
     assert met[1] < 100
 
@@ -273,6 +333,9 @@ def test_a_fixed_plan_has_no_more_rows_than_a_step_may(is_chain, size):
     assert len(drafts) == size and max(masks) == size and 1 + size + sum(masks) <= 32
 
 
+EXACT = {"strategy": "wedlm", "verification": "exact"}
+
+
 def test_what_is_done_between_two_steps_is_not_their_time(monkeypatch):
     """A server answers others there."""
     events = []
@@ -284,12 +347,18 @@ def test_what_is_done_between_two_steps_is_not_their_time(monkeypatch):
         def end(self):
             pass
 
-    for name in ("begin", "finish"):
-        own = getattr(Planner, name)
-        monkeypatch.setattr(Planner, name, lambda *args, own=own, name=name: (events.append(name), own(*args))[1])
+    monkeypatch.setattr(decoding, "step_clock", lambda device: lambda: events.append("clock") or 0.0)
     model = tiny_model()
-    how = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 12, "do_sample": False}
-    model.generate(torch.tensor([[5, 6, 7]]), streamer=Streamer(), **how)
-    assert events.count("begin") > 1 and events.count("others") > 2
-    for before, behind in pairwise(events):
-        assert before != "begin" or behind == "finish"
+    model.generate(torch.tensor([[5, 6, 7]]), streamer=Streamer(), max_new_tokens=12, do_sample=False, **EXACT)
+    assert events.count("clock") > 2 and events.count("others") > 2
+    for place, event in enumerate(events):
+        assert event == "clock" or not events[:place].count("clock") % 2
+
+
+@pytest.mark.parametrize(
+    "how", [{"strategy": "wedlm"}, {"strategy": "block"}, EXACT | {"window_size": 4}, EXACT | {"slot_cost": 0.01}]
+)
+def test_no_clock_is_read_where_nothing_is_learned_from_it(how, monkeypatch):
+    monkeypatch.setattr(decoding, "step_clock", lambda device: pytest.fail("a clock"))
+    output = tiny_model().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, **how)
+    assert output.shape[1] == 15
