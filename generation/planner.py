@@ -225,7 +225,7 @@ class Planner:
         own = Table(*(each[turn : turn + 1] for each in table))
         self.worth.learn(outlooks[turn].foreseen, rankings[turn], own, prices / count, self._steps)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
-        if self.keeps_state and sum(chosen):
+        if self.keeps_state and any(chosen):
             cost = self._reading(before, int(rows[chosen]), chosen[1] > 0)
             if self.commits.is_due(float(gains[0][chosen] - prices[chosen]), cost, before):
                 chosen = 0, 0
