@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from pydantic_core import from_json
 from transformers import GenerationConfig
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
@@ -23,7 +22,7 @@ from .forms import message_form
 from .limits import MOST_OBJECTS, can_be_built, may_have_tokens, objects_in
 from .message import THOUGHTS, CallParser, MessageParser, PlainParser, ThoughtsParser
 from .responses import ChatResponse, Response, TextResponse
-from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
+from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, from_json, read, settings_of
 
 GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
 # Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.

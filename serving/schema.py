@@ -16,12 +16,12 @@ from pydantic import (
     FailFast,
     Field,
     SkipValidation,
+    TypeAdapter,
     ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
@@ -42,6 +42,17 @@ _SET_BY_SERVER = {
     "messages",
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents", "kwargs"},
 }
+
+
+_ANY = TypeAdapter[Any](Any)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of JSON, which is Unicode as a whole. Raises `ValueError`."""
+    try:
+        return _ANY.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(error.errors(include_input=False)[0]["msg"].removeprefix("Invalid JSON: ")) from None
 
 
 def _asks_for_nothing(value: Any) -> None:

@@ -31,7 +31,7 @@ class AnswerText:
         read: Mapping[int, str] | None = None,
         parsed: Collection[int] = (),
     ):
-        self._tokenizer, self._special, self._read = tokenizer, special, read or {}
+        self._backend, self._special, self._read = tokenizer, special, read or {}
         self._letters = {name: chr(FIRST_LETTER + place) for place, name in enumerate(self._read.values())}
         self._words = {ord(self._letters[name]): name * (token in parsed) for token, name in self._read.items()}
         # Longest first: the name of one may begin as another's. None: what matches nothing.
@@ -72,7 +72,7 @@ class AnswerText:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         kept = [token for token in tokens if token in self._read or token not in self._special]
-        text = str(self._tokenizer.decode(kept, skip_special_tokens=False))
+        text = str(self._backend.decode(kept, skip_special_tokens=False))
         return text if self._read.keys().isdisjoint(kept) else self._lettered(text)
 
     def _lettered(self, text: str) -> str:

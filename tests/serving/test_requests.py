@@ -77,8 +77,8 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     (b"[" * 10**4, "The body of the request", None),
     (b"\xff{", "must be a JSON object", None),
     (json.dumps({"messages": CHAT}).encode("utf-16"), "must be a JSON object", None),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "must be a JSON object: unexpected end of hex", None),
-    (ASKS + b'"\\ud800": 1}', "must be a JSON object: unexpected end of hex", None),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "unexpected end of hex", None),
+    (ASKS + b'"\\ud800": 1}', "unexpected end of hex", None),
     (
         {
             "messages": [
