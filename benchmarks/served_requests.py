@@ -89,7 +89,7 @@ def request(chance: random.Random) -> tuple[str, dict[str, Any], str]:
             chance.choice([{}, {"messages": messages, "x" * 99: 1}, {"messages": [[]]}, {"prompt": "1, " * 10**6}]),
             "any",
         )
-    return path, body | {"max_tokens": 400, "min_new_tokens": 400, "strategy": "ar"}, "leaves"
+    return path, body | {"max_tokens": 400, "min_new_tokens": 400, "strategy": "ar", "verification": None}, "leaves"
 
 
 def send(port: int, path: str, body: dict[str, Any], leaves: bool) -> tuple[int, str]:
