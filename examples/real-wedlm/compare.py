@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--task", choices=data.TASKS)
     parser.add_argument("--count", type=int, default=40, help="problems to decode")
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument("--batch-size", type=int, default=1, help="problems that are decoded together")
     parser.add_argument("--only", nargs="+", metavar="DECODER", help="these rows of the table alone")
     parser.add_argument("--dtype", default=FASTEST, help="format of the weights; default: this machine's fastest")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
@@ -131,7 +132,8 @@ def main() -> None:
     models, tokenizer = load((how["model"] for how in asked.values()), options.run, options.dtype)
     asked = {name: how | {"model": models[how["model"]]} for name, how in asked.items()}
     prompts = [Prompt(each.prompt, each.task, (each.answer,), METRICS[each.task]) for each in problems]
-    rows = compare(next(iter(models.values())), tokenizer, prompts, asked, title=f"{options.task} problems")
+    title, size = f"{options.task} problems", options.batch_size
+    rows = compare(next(iter(models.values())), tokenizer, prompts, asked, batch_size=size, title=title)
     rows = [{"task": options.task, "count": options.count, "seed": options.seed, **row} for row in rows]
     if options.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
