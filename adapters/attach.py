@@ -242,6 +242,11 @@ def load_mask_adapter(
         train_alone(model)
     else:
         adapter.to(model.dtype).requires_grad_(False)
+        if model._is_packed:  # as are these then, which takes as long as some steps: not those of the first answer
+            with torch.no_grad():
+                adapter.matrices(model.dtype, is_packed=True)
+                if model.drafts_from_root:
+                    model.root_shortlist()
 
 
 def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

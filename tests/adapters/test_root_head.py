@@ -19,7 +19,7 @@ from wedlm_hf import (
     load_mask_adapter,
     save_mask_adapter,
 )
-from wedlm_hf.adapters import root_head
+from wedlm_hf.adapters import attach, mask_adapter, root_head
 from wedlm_hf.adapters import trainer as trainer_module
 from wedlm_hf.adapters.adapter_files import KEY_PREFIX, MOST_FREQUENT, ROOT_TOKENS, WEIGHTS_NAME
 from wedlm_hf.adapters.attach import ROOT_WEIGHT, _frequent, add_root_head
@@ -227,6 +227,18 @@ def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtyp
     before = _frequent(model)
     model.mask_adapter.root_head.draft_among([{"response_ids": [7]}])
     assert _frequent(model) is not before
+
+
+@needs_kernels
+def test_a_loaded_adapters_matrices_are_packed_before_the_first_answer(tmp_path, monkeypatch):
+    save_mask_adapter(rooted(), tmp_path)
+    model = pack(tiny_model())
+    load_mask_adapter(model, tmp_path, any_base=True)
+    packs = Mock()
+    for module in (mask_adapter, attach):
+        monkeypatch.setattr(module, "pack_matrix", packs)
+    model.generate(torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=8)
+    assert not packs.called
 
 
 def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskless):
