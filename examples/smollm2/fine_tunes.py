@@ -29,7 +29,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from trl import SFTConfig, SFTTrainer
 
-from wedlm_hf import load_mask_adapter
+from wedlm_hf import load_mask_adapter, pack
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.checkpoints.loading import FASTEST, load_model, load_tokenizer
 from wedlm_hf.checkpoints.merge import merge_adapter
@@ -126,11 +126,12 @@ def merged(task: str, fine_tune: Path) -> Path:
 
 def decode(task: str, model: Path, adapter: Path, count: int) -> dict[str, dict[str, Any]]:
     """AR decoding and verified decoding with an adapter, on held-out prompts."""
-    is_beside, tokenizer = WAYS[task] == BESIDE, load_tokenizer(str(model))
-    loaded = load_model(str(fetch(FOLDER) if is_beside else model), dtype=FASTEST)
+    tokenizer = load_tokenizer(str(model))
+    if WAYS[task] == BESIDE:
+        loaded = pack(PeftModel.from_pretrained(load_model(str(fetch(FOLDER))), model).get_base_model())
+    else:
+        loaded = load_model(str(model), dtype=FASTEST)
     load_mask_adapter(loaded, adapter, any_base=True)
-    if is_beside:
-        loaded = PeftModel.from_pretrained(loaded, model).get_base_model()
     prompts = [Prompt.of(asked, task=task) for asked, _ in problems(task, count, True)]
     rows = compare(loaded, tokenizer, prompts, {"ar": DECODERS[AR], "exact": DECODERS[EXACT]}, title=task)
     return {row["decoder"]: row for row in rows}
