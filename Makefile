@@ -45,13 +45,13 @@ slow: $(INSTALLED)
 # With the lowest versions that setup.cfg allows, and with the newest that an index has today: in environments of their own,
 # made by uv. torch comes by pip, before the rest, and stays as it is. NEWEST_TORCH names another one: CI
 # takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
-# ONE_SET are tests of our own arithmetic, text, pages and examples: no version of another library changes what they see.
+# ONE_SET are left out for their time: tests of our own arithmetic, text, pages and examples, which tell least of versions.
 UV := $(BIN)/uv
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
 EXTRAS := cli,train,peft,gguf,qlora,eval,serve,dev
-ONE_SET := test_architecture.py test_readme.py console examples eval/report eval/trace eval/test_numbers.py serving/test_page.py
+ONE_SET := test_architecture.py test_readme.py console examples eval/test_numbers.py serving/test_page.py
 ONE_SET += checkpoints/test_files.py checkpoints/test_remembered.py generation/test_planner.py adapters/test_minutes.py faults/test_threads_and_commands.py
 OTHER_PYTEST := $(subst $(BIN)/,-m ,$(PYTEST)) -m "not slow" $(addprefix --ignore=tests/,$(ONE_SET))
 

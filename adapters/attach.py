@@ -242,7 +242,7 @@ def load_mask_adapter(
         train_alone(model)
     else:
         adapter.to(model.dtype).requires_grad_(False)
-        if model._is_packed:  # as are these then, which takes as long as some steps: not those of the first answer
+        if model._is_packed:  # or the first answer would wait while these are packed
             with torch.no_grad():
                 adapter.matrices(model.dtype, is_packed=True)
                 if model.drafts_from_root:

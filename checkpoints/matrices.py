@@ -30,9 +30,9 @@ LARGEST = 65504  # float16: a layer with larger weights stays as it is
 GROUP, LEVELS, LANES = 32, 15, 16  # of four bits: weights of a group, steps between levels, outputs that go together
 # Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
 _LOOKED, _LARGEST_STEP = 48, 16
-# How far a weight may lie from its level: so much of the group's largest, by the dtype that dequantized weights were
-# rounded to, and no more than so much of the step. Further away, training moved it, which levels would undo.
-_ROUNDING, _NEAR = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 2**-18}, 0.1
+# How far a weight may lie from its level: so much of itself and of the group's largest, by the dtype that dequantized
+# weights were rounded to, and no more than so much of the step. Further away, training moved it, which levels undo.
+_ROUNDING, _NEAR = {torch.bfloat16: 1.1 * 2**-8, torch.float16: 1.1 * 2**-11, torch.float32: 2**-20}, 0.1
 _SAMPLED = 64  # groups that show whether a matrix has levels
 
 
@@ -185,7 +185,9 @@ def own_levels(weight: torch.Tensor) -> Levels | None:
 def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The step between the levels of each group, `(n, 32)`, and the lowest, both `(n,)` float32; `None` if a group has
     no such levels."""
-    rounding = next(share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype)))
+    fitting = [share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype))]
+    if not fitting:  # some are no numbers, or have more bits
+        return None
     groups = groups.float()
     low = groups.amin(-1)
     spread, above = groups.amax(-1) - low, groups - low[:, None]
@@ -201,9 +203,11 @@ def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         left = (error > _NEAR * step / 100).nonzero().flatten()
         if not len(left):
             break
-    if bool((error > (rounding * groups.abs().amax(-1)).minimum(_NEAR * step)).any()):
-        return None
-    return step.where(step > 0, 1.0), low
+    step = step.where(step > 0, 1.0)
+    far = (above / step[:, None]).round_().mul_(step[:, None]).sub_(above).abs_()
+    sizes = groups.abs()
+    near = sizes.add_(sizes.amax(-1, keepdim=True)).mul_(fitting[0]).clamp_(max=(_NEAR * step)[:, None])
+    return None if bool((far > near).any()) else (step, low)
 
 
 def multiply_alone() -> None:

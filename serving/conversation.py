@@ -62,9 +62,8 @@ class Conversation:
     def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Any):
         self.tokenizer, self.tools = tokenizer, tools
         self.words: dict[str, Any] = {}  # keywords of the template
-        self.wish: tuple[str, str, bool] | None = (
-            None  # for thoughts or none, where the template has no switch for them
-        )
+        # For thoughts or none, where the template has no switch for them: field, word of it, whether for thoughts.
+        self.wishes: list[tuple[str, str, bool]] = []
         self.lines = LineCounter()
         self.source = str(tokenizer.get_chat_template(None, tools))
         self.read = set(re.findall(r"\w+", self.source))
@@ -99,11 +98,11 @@ class Conversation:
         if effort is not None and switch in words:
             raise RequestError(f"`{field}` sets {switch!r} of the chat template: leave one out.", param=field)
         if switch is None and effort not in (None, "minimal"):
-            self.wish = field, "the chat template", wants
-        for name in words.keys() - self.read:
+            self.wishes.append((field, "", wants))
+        for name in sorted(words.keys() - self.read):
             if name in SWITCHES:
-                does_not = f"the chat template does not read {name!r} and"
-                self.wish = "chat_template_kwargs", does_not, words[name] not in (False, None, "none")
+                if words[name] not in (None, "", "minimal"):
+                    self.wishes.append(("chat_template_kwargs", name, words[name] not in (False, "none")))
             elif words[name]:
                 message = f"`chat_template_kwargs`: the chat template does not read {name!r}."
                 raise RequestError(message, param="chat_template_kwargs")
@@ -117,10 +116,11 @@ class Conversation:
     def check_thoughts(self, thinks: bool) -> None:
         """Raises `RequestError` where a client asks for thoughts or none, and the template always does the other;
         `thinks`: it opens thoughts."""
-        if self.wish and self.wish[2] != thinks:
-            field, what, _ = self.wish
-            does = "always opens thoughts" if thinks else "knows no thoughts"
-            raise RequestError(f"`{field}`: {what} {does}: leave it out.", param=field)
+        for field, name, wants in self.wishes:
+            if wants != thinks:
+                does = f"does not read {name!r} and " * bool(name)
+                does += "always opens thoughts" if thinks else "knows no thoughts"
+                raise RequestError(f"`{field}`: the chat template {does}: leave it out.", param=field)
 
     def text(self) -> str:
         """The prompt. Raises `RequestError` for messages that the template refuses or leaves out."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_OBJECTS = 2**16  # and lists in a body: each takes a kilobyte or two until it is read
-OPENING = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]', re.DOTALL)  # in JSON, a text or what opens one of them
+TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # in JSON
 MOST_LINES = 2**20  # that a chat template may run for a request: about a second
 MOST_SECONDS = 5  # of a processor for it: a line may copy all texts
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
@@ -77,7 +77,10 @@ class LineCounter:
 def objects_in(body: bytes) -> int:
     """Objects and lists in JSON, before it is read; texts may look like many where they are few."""
     count = body.count(b"[") + body.count(b"{")
-    return count if count <= MOST_OBJECTS else sum(found[0] in (b"[", b"{") for found in OPENING.finditer(body))
+    if count > MOST_OBJECTS:
+        body = TEXTS.sub(b"", body)
+        count = body.count(b"[") + body.count(b"{")
+    return count
 
 
 def may_have_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:

@@ -9,7 +9,7 @@ Each fine-tunes SmolLM2-135M-Instruct by TRL's `SFTTrainer` on so many examples,
 do: all weights for messages as JSON, a LoRA that is merged for solutions to problems, and a LoRA beside the weights
 for answers in German (the names of countries, their currencies, dates and amounts, as the package Babel has them).
 Then the model decodes held-out prompts: AR, verified with the adapter of the base, and after `adapt` on answers of its
-own to training prompts. A run goes on where an earlier one ended.
+own to training prompts. A run with as many examples goes on where an earlier one ended.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     options = parser.parse_args()
     os.nice(10)
-    folder = options.output / options.task
+    folder = options.output / f"{options.task}-{options.examples}"
     folder.mkdir(parents=True, exist_ok=True)
     model, own = fine_tune(options.task, folder, options.examples), folder / "adapter"
     if "train" in options.steps:

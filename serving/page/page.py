@@ -98,9 +98,6 @@ class Replays:
         asks, asked = await loop.run_in_executor(self.workers, self.endpoint.read, body)
         if len(asked) != 1:
             raise RequestError(f"A replay shows one answer, and the request asks for {len(asked)}.")
-        if (limit := asked[0].config.max_new_tokens) > MOST_TOKENS:
-            message = f"A replay shows {MOST_TOKENS} tokens at most, and the request asks for {limit}"
-            raise RequestError(f"{message}: lower `max_tokens`.", param="max_tokens")
         prompt = asks.messages[-1].content if hasattr(asks, "messages") else asks.prompt[0]
         watcher = Watcher(loop)
         watch(watcher)
@@ -111,6 +108,7 @@ class Replays:
         """The trace, as JSON. Runs in a worker; each call runs on the thread of all calls."""
         model, tokenizer = self.served.model, self.served.tokenizer
         config = copy.copy(asked.config)
+        config.max_new_tokens = min(config.max_new_tokens, MOST_TOKENS)
         config.prompt_lookup_num_tokens = None  # its forwards of several tokens are not those of AR decoding
         config.stop_strings = asked.stops or None
         options: dict[str, Any] = {**asked.settings, "generation_config": config}

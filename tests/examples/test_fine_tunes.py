@@ -33,4 +33,4 @@ def test_each_way_to_train_gives_a_model_that_is_decoded_with_both_adapters(task
     fine_tunes.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {task}")]
     assert ["the base's" in lines[0], "trained further" in lines[1], len(lines)] == [True, True, 2]
-    assert (tmp_path / "out" / task / "fine-tune" / "adapter_config.json").exists() == (task == "german")
+    assert (tmp_path / "out" / f"{task}-8" / "fine-tune" / "adapter_config.json").exists() == (task == "german")

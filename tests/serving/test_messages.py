@@ -455,6 +455,7 @@ def test_where_thoughts_end_must_be_known_if_json_is_to_follow_them(nano):
     ({"chat_template_kwargs": {"enable_thinking": False}}, False), ({"reasoning_effort": "none"}, False),
     ({"chat_template_kwargs": {"thinking": True}}, True), ({"reasoning_effort": "minimal"}, None),
     ({"chat_template_kwargs": {"reasoning_effort": "none"}}, False),
+    *[({"chat_template_kwargs": {"enable_thinking": nothing}}, None) for nothing in (None, "", "minimal")],
 ], ids=str)  # fmt: skip
 def test_who_asks_for_what_a_template_without_a_switch_does_anyway_gets_it_and_others_are_told_how_to_go_on(
     thinks, asked, wishes
@@ -470,6 +471,19 @@ def test_who_asks_for_what_a_template_without_a_switch_does_anyway_gets_it_and_o
     with pytest.raises(RequestError, match=r"(always opens|knows no) thoughts: leave it out") as refused:
         endpoint.read(body)
     assert (refused.value.status, refused.value.param) == (400, *asked)
+
+
+@pytest.mark.parametrize("asked", [
+    {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+    {"chat_template_kwargs": {"thinking": True, "enable_thinking": False}},
+    {"chat_template_kwargs": {"thinking": False, "enable_thinking": True}},
+], ids=str)  # fmt: skip
+def test_of_several_wishes_none_is_dropped(asked):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+    with pytest.raises(RequestError, match="knows no thoughts: leave it out"):
+        endpoint.read(json.dumps({"messages": CHAT} | asked).encode())
 
 
 def test_a_tool_that_must_be_called_is_called(nano):
