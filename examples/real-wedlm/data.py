@@ -63,10 +63,12 @@ def held_out_problems(task: str, count: int, seed: int) -> list[Problem]:
         raise ValueError(f"`count` must be at least 1, got {count}.")
     # Seeds of training are even, those of held-out problems odd; GSM-Symbolic repeats some problems all the same.
     candidates = (each for each in _problems(task, 2 * seed + 1, 50 * count) if each.question not in _learnt(task))
-    found = list(islice({each.question: each for each in candidates}.values(), count))
-    if len(found) < count:
-        raise ValueError(f"There are only {len(found)} held-out problems of {task!r} with seed {seed}, not {count}.")
-    return found
+    found: dict[str, Problem] = {}
+    for each in candidates:
+        found.setdefault(each.question, each)
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"There are only {len(found)} held-out problems of {task!r} with seed {seed}, not {count}.")
 
 
 def check() -> None:
