@@ -185,8 +185,8 @@ def own_levels(weight: torch.Tensor) -> Levels | None:
 def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The step between the levels of each group, `(n, 32)`, and the lowest, both `(n,)` float32; `None` if a group has
     no such levels."""
-    fitting = [share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype))]
-    if not fitting:  # some are no numbers, or have more bits
+    fitting = (share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype)))
+    if (rounding := next(fitting, None)) is None:  # some are no numbers, or have more bits
         return None
     groups = groups.float()
     low = groups.amin(-1)
@@ -206,7 +206,7 @@ def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     step = step.where(step > 0, 1.0)
     far = (above / step[:, None]).round_().mul_(step[:, None]).sub_(above).abs_()
     sizes = groups.abs()
-    near = sizes.add_(sizes.amax(-1, keepdim=True)).mul_(fitting[0]).clamp_(max=(_NEAR * step)[:, None])
+    near = sizes.add_(sizes.amax(-1, keepdim=True)).mul_(rounding).clamp_(max=(_NEAR * step)[:, None])
     return None if bool((far > near).any()) else (step, low)
 
 

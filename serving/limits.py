@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_OBJECTS = 2**16  # and lists in a body: each takes a kilobyte or two until it is read
-TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # in JSON
+OPENING = re.compile(rb'(?:[^"\[{]++|"(?:[^"\\]++|\\.)*+"?+)*+[\[{]', re.DOTALL)  # in JSON, behind texts and all else
 MOST_LINES = 2**20  # that a chat template may run for a request: about a second
 MOST_SECONDS = 5  # of a processor for it: a line may copy all texts
 TEMPLATE = "<template>"  # Jinja's name for the file of a template
@@ -75,11 +75,11 @@ class LineCounter:
 
 
 def objects_in(body: bytes) -> int:
-    """Objects and lists in JSON, before it is read; texts may look like many where they are few."""
-    count = body.count(b"[") + body.count(b"{")
-    if count > MOST_OBJECTS:
-        body = TEXTS.sub(b"", body)
-        count = body.count(b"[") + body.count(b"{")
+    """Objects and lists in JSON, as far as they are allowed and one more, before it is read; texts may hold many of
+    their signs."""
+    count = place = 0
+    while count <= MOST_OBJECTS and (found := OPENING.match(body, place)):
+        count, place = count + 1, found.end()
     return count
 
 

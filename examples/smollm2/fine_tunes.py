@@ -47,7 +47,6 @@ ALL, MERGED, BESIDE = "all weights", "LoRA, merged", "LoRA, beside"
 WAYS = {"extraction": ALL, "reasoning": MERGED, "german": BESIDE}
 RATES = {ALL: 2e-4, MERGED: 2.5e-3, BESIDE: 2.5e-3}  # of learning
 BATCH = 8  # examples of a step
-STEPS = ("train", "decode")
 ASKED = 400  # training prompts that the fine-tune answers for `adapt`
 
 
@@ -118,9 +117,9 @@ def merged(task: str, fine_tune: Path) -> Path:
     if WAYS[task] != BESIDE:
         return fine_tune
     output = fine_tune.with_name("merged")
-    model = merge_adapter(load_model(str(fetch(FOLDER)), dtype=torch.float32), fine_tune)
-    model.save_pretrained(output)
-    load_tokenizer(str(fine_tune)).save_pretrained(output)
+    if not (output / "tokenizer_config.json").exists():  # which is written last
+        merge_adapter(load_model(str(fetch(FOLDER)), dtype=torch.float32), fine_tune).save_pretrained(output)
+        load_tokenizer(str(fine_tune)).save_pretrained(output)
     return output
 
 
@@ -145,29 +144,24 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="of `adapt`")
     parser.add_argument("--count", type=int, default=12, help="held-out prompts to decode")
     parser.add_argument("--output", type=Path, default=Path("build/fine-tunes"))
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     options = parser.parse_args()
     os.nice(10)
     folder = options.output / f"{options.task}-{options.examples}"
     folder.mkdir(parents=True, exist_ok=True)
     model, own = fine_tune(options.task, folder, options.examples), folder / "adapter"
-    if "train" in options.steps:
-        asked = folder / "prompts.jsonl"
-        lines = [{"prompt": question} for question, _ in problems(options.task, 8000, False)[-ASKED:]]
-        asked.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        adapt(
-            merged(options.task, model), own, AdaptConfig(minutes=options.minutes, prompts=asked, start=str(ADAPTER))
-        )
-    if "decode" in options.steps:
-        rows = []
-        for name, adapter in {"the base's": ADAPTER, "trained further": own}.items():
-            found = decode(options.task, model, adapter, options.count)
-            ar, exact = found["ar"], found["exact"]
-            speed = exact["tokens_per_second"] / ar["tokens_per_second"]
-            tokens, error = exact["tokens_per_forward"], exact["tokens_per_forward_error"]
-            rows.append((options.task, WAYS[options.task], name, tokens, error, speed))
-        columns = ["fine-tune", "trained", "adapter", "tokens per forward", "±", "speed against AR"]
-        print(pd.DataFrame(rows, columns=columns).to_markdown(index=False, floatfmt=".2f"))
+    asked = folder / "prompts.jsonl"
+    lines = [{"prompt": question} for question, _ in problems(options.task, 8000, False)[-ASKED:]]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    adapt(merged(options.task, model), own, AdaptConfig(minutes=options.minutes, prompts=asked, start=str(ADAPTER)))
+    rows = []
+    for name, adapter in {"the base's": ADAPTER, "trained further": own}.items():
+        found = decode(options.task, model, adapter, options.count)
+        ar, exact = found["ar"], found["exact"]
+        speed = exact["tokens_per_second"] / ar["tokens_per_second"]
+        tokens, error = exact["tokens_per_forward"], exact["tokens_per_forward_error"]
+        rows.append((options.task, WAYS[options.task], name, tokens, error, speed))
+    columns = ["fine-tune", "trained", "adapter", "tokens per forward", "±", "speed against AR"]
+    print(pd.DataFrame(rows, columns=columns).to_markdown(index=False, floatfmt=".2f"))
 
 
 if __name__ == "__main__":
