@@ -35,6 +35,9 @@ class FixedPlan:
     def learn(self, draft: Row, has_passed: bool) -> None:
         """See [`Planner.learn`]."""
 
+    def begin(self, rows: int, seconds: float) -> None:
+        """See [`Planner.begin`]."""
+
     def finish(self, size: StepSize, tokens: int, seconds: float) -> None:
         """See [`Planner.finish`]."""
 

@@ -235,6 +235,11 @@ class Planner:
         """Learns whether a draft passed, whose parent did."""
         self.odds.learn(draft, has_passed)
 
+    def begin(self, rows: int, seconds: float) -> None:
+        """Learns from the forward that reads prompts."""
+        if self.times.is_measured:
+            self.times.record_prompts(rows, seconds)
+
     def finish(self, size: StepSize, tokens: int, seconds: float) -> None:
         """Learns from a step that has ended: its new tokens, and its seconds if it was timed."""
         rows, has_masks, sequences = size

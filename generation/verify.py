@@ -77,7 +77,8 @@ class VerifyRule:
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.run.skipped, size
         self.is_by_row, self.keeps_state, self.is_timed = is_by_row, keeps_state, planner.is_timed
         self._outlooks: dict[int, Outlook] = {}  # of each sequence, by its index
-        self._size: StepSize | None = None  # of this step, if the planner learns from it
+        self._size: StepSize | None = None  # of this step
+        self._is_prefill = False
         self._tokens = 0  # its new ones, of all sequences
 
     # --- the rows of a forward ---------------------------------------------------------------------------------------
@@ -87,17 +88,16 @@ class VerifyRule:
         self._size, self._tokens = None, 0
         if not sequences:
             return []
-        is_prefill = any(not sequence.new_count for sequence in sequences)
+        self._is_prefill = any(not sequence.new_count for sequence in sequences)
         nothing = [Outlook(Tree(), 0, sequence.remaining) for sequence in sequences]
         outlooks = [self._outlooks.pop(each.index, none) for each, none in zip(sequences, nothing, strict=True)]
-        if is_prefill and (self.is_by_row or self.keeps_state):
+        if self._is_prefill and (self.is_by_row or self.keeps_state):
             planned = [Tree() for _ in sequences]
         else:
             planned = self.planner.plan(outlooks, sequences[0].pending - 1 if self.keeps_state else 0)
         found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
         has_masks = any(rows[-1].token is None for rows in found)
-        if not is_prefill:  # a prompt's time is that of AR decoding, too
-            self._size = len(found) * max(map(len, found)), has_masks, len(sequences)
+        self._size = len(found) * max(map(len, found)), has_masks, len(sequences)
         return found
 
     def _rows(self, sequence: SequenceState, planned: Tree) -> Tree:
@@ -222,5 +222,7 @@ class VerifyRule:
 
     def finish(self, seconds: float) -> None:
         """See [`Rule`]."""
-        if self._size is not None:
+        if self._size is not None and self._is_prefill:  # whose time is that of AR decoding, too
+            self.planner.begin(self._size[0], seconds)
+        elif self._size is not None:
             self.planner.finish(self._size, self._tokens, seconds)

@@ -79,16 +79,20 @@ def speed(
     noise: Callable[[Random], float] = lambda random: 1.0,
     maskless: float = 0.0,
     odds: float = 1.0,
+    prompts: int = 0,
 ) -> float:
     """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
     time the planner is told times `noise`. `maskless`: mean chance of the drafts that there are without masks,
-    of one position; 0 for none. `odds`: times those that are told, a draft passes."""
+    of one position; 0 for none. `odds`: times those that are told, a draft passes. `prompts`: rows that the forward
+    of the prompts had; 0 where its time is not told."""
     random, jitter = Random(seed), Random(seed)
     keeps_state = planner.keeps_state
     outlooks = [Outlook([], 0, ROOM)] * batch
     siblings = () if keeps_state else SIBLINGS
     time = tokens = alone = 0.0
     before = 0
+    if prompts:
+        planner.begin(prompts, 0.025 * curve(prompts, False, 0))
     for step in range(steps):
         plans = planner.plan(outlooks, before)
         checked = [[row for row in plan if row.token is not None] for plan in plans]

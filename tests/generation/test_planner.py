@@ -33,8 +33,8 @@ def new_planner(slot_cost=0.035, depth=plans.DEPTH, **options):
     return Planner(StepTimes(slot_cost, is_measured=True), depth, **options)
 
 
-def new_chain(slot_cost=0.035):
-    return new_planner(slot_cost, is_chain=True, keeps_state=True)
+def new_chain(slot_cost=0.035, depth=plans.DEPTH):
+    return new_planner(slot_cost, depth, is_chain=True, keeps_state=True)
 
 
 def speed(planner, curve, *args, **kwargs):
@@ -110,10 +110,26 @@ def test_it_is_so_on_other_curves_and_by_a_clock_with_outliers(drawn, acceptance
         assert found > share * fixed and found > share + 0.01
 
 
+@pytest.mark.parametrize("prompts", [0, 95])
 @pytest.mark.parametrize("make", [new_planner, new_chain])
 @pytest.mark.parametrize("curve", plans.CURVES)
-def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve, make):
-    assert speed(make(), curve, 0.02, 128) > 0.88
+def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve, make, prompts):
+    assert speed(make(), curve, 0.02, 128, prompts=prompts) > 0.88
+
+
+@pytest.mark.parametrize(("make", "least"), [(new_planner, 1.25), (new_chain, 1.15)])
+def test_the_time_of_a_prompt_says_how_wide_the_first_steps_may_be(make, least):
+    slow, fast = (
+        sum(speed(make(depth=16), "flat", 0.95, 12, seed=seed, prompts=rows) for seed in range(5)) for rows in (0, 95)
+    )
+    assert fast > least * slow
+    dear = StepTimes(0.0, is_measured=True)
+    dear.record_prompts(95, 95.0)
+    for _ in range(2):
+        dear.record(1, False, 1.0)
+    assert dear.widest(1) == 95 and dear.of(48, True) == pytest.approx(48)
+    dear.record(8, True, 2.0)
+    assert dear.widest(1) == 16 and dear.of(48, True) < 10
 
 
 def test_another_machine_is_measured_anew():
