@@ -51,7 +51,7 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
 EXTRAS := cli,train,peft,gguf,qlora,eval,serve,dev
-ONE_SET := test_architecture.py test_readme.py console examples eval/test_numbers.py serving/test_page.py
+ONE_SET := test_architecture.py test_readme.py console examples eval/test_numbers.py serving/test_page.py serving/test_requests.py
 ONE_SET += checkpoints/test_files.py checkpoints/test_remembered.py generation/test_planner.py adapters/test_minutes.py faults/test_threads_and_commands.py
 OTHER_PYTEST := $(subst $(BIN)/,-m ,$(PYTEST)) -m "not slow" $(addprefix --ignore=tests/,$(ONE_SET))
 
