@@ -6,6 +6,7 @@ Each engine is a process of its own, so that its memory can be told, and holds t
 reads the file; plain `generate` in float32 and in bfloat16; AR (`ar`) and verified decoding with the adapter
 (`wedlm+exact`) as this library does without any setting. They answer each question one right after the other, in an
 order that turns, greedily, all with the same tokens before the answer. Seconds include the prompt's.
+A model without a chat template continues the questions.
 
 Needs llama-cpp-python, which pip builds from source with a C++ compiler.
 """
@@ -114,7 +115,10 @@ def main(
     tokenizer = load_tokenizer(base)
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
-    encoded = [encode(tokenizer, question.messages) for question in questions]
+    if tokenizer.chat_template is None:  # a base model continues them
+        encoded = [list(tokenizer(question.text)["input_ids"]) for question in questions]
+    else:
+        encoded = [encode(tokenizer, question.messages) for question in questions]
     ends = end_token_ids(tokenizer)
     context, spawn = max(map(len, encoded)) + max_new_tokens, multiprocessing.get_context("spawn")
     engines = {name: ProcessPoolExecutor(1, spawn) for name in (LLAMA_CPP, *PLAIN, *FASTEST)}
