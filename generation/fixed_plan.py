@@ -35,10 +35,7 @@ class FixedPlan:
     def learn(self, draft: Row, has_passed: bool) -> None:
         """See [`Planner.learn`]."""
 
-    def begin(self, rows: int, seconds: float) -> None:
-        """See [`Planner.begin`]."""
-
-    def finish(self, size: StepSize, tokens: int, seconds: float) -> None:
+    def finish(self, size: StepSize, tokens: int, seconds: float, is_prefill: bool = False) -> None:
         """See [`Planner.finish`]."""
 
     def _rows(self, outlook: Outlook, most: int) -> Tree:

@@ -235,14 +235,12 @@ class Planner:
         """Learns whether a draft passed, whose parent did."""
         self.odds.learn(draft, has_passed)
 
-    def begin(self, rows: int, seconds: float) -> None:
-        """Learns from the forward that reads prompts."""
-        if self.times.is_measured:
-            self.times.record_prompts(rows, seconds)
-
-    def finish(self, size: StepSize, tokens: int, seconds: float) -> None:
+    def finish(self, size: StepSize, tokens: int, seconds: float, is_prefill: bool = False) -> None:
         """Learns from a step that has ended: its new tokens, and its seconds if it was timed."""
         rows, has_masks, sequences = size
+        if is_prefill:  # which AR decoding has, too
+            self.times.prompts = rows, seconds
+            return
         if self.times.is_measured:
             self.times.record(rows, has_masks, seconds)
         time = float(self.times.of(rows, has_masks) / self.times.of(sequences, False))

@@ -44,13 +44,8 @@ class StepTimes:
         self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
         self._medians: tuple[dict[int, float], ...] = {}, {}  # the median of each of these, within 1 %
         self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
-        self._prompts = 0, 0.0  # rows and seconds of the forward that read prompts
+        self.prompts = 0, 0.0  # rows and seconds of the forward that read them
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
-
-    def record_prompts(self, rows: int, seconds: float) -> None:
-        """Learns from the forward that reads prompts: until a step of several rows is measured, times rise to its
-        time, and a step may be as wide."""
-        self._prompts = rows, seconds
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
         """Learns from a step. The machine's load is the median of the last steps' times, relative to their usual
@@ -98,9 +93,9 @@ class StepTimes:
         widths, medians = np.array(sorted(known.items())).T
         below = np.minimum.accumulate(medians[::-1])[::-1]
         times = (np.maximum.accumulate(medians) + below) / 2
-        if len(known) == 1 and self._prompts[0] > widths[0]:
-            widths = np.append(widths, self._prompts[0])
-            times = np.append(times, max(times[0], self._prompts[1] / self._load))
+        if len(known) == 1 and self.prompts[0] > widths[0]:  # until more is measured, times rise to that of prompts
+            widths = np.append(widths, self.prompts[0])
+            times = np.append(times, max(times[0], self.prompts[1] / self._load))
         inside = np.clip(rows, int(widths[0]), int(widths[-1]))
         curve, rise = np.interp(inside, widths, times), (times[-1] - times[0]) / max(widths[-1] - widths[0], 1.0)
         return np.maximum(curve * given / given[inside], curve + rise * (rows - inside))
@@ -113,7 +108,7 @@ class StepTimes:
         if len(self._samples[False].get(alone, ())) < 2:
             return 0
         widest = max(map(max, filter(None, self._samples)))
-        return max(int(DOUBT * widest), self._prompts[0] if widest == alone else 0)
+        return max(int(DOUBT * widest), self.prompts[0] if widest == alone else 0)
 
     def least(self, rows: Any, has_masks: bool) -> Any:
         """What t(rows) may be at best: of a width that was not measured lately, what an AR step takes."""

@@ -222,7 +222,5 @@ class VerifyRule:
 
     def finish(self, seconds: float) -> None:
         """See [`Rule`]."""
-        if self._size is not None and self._is_prefill:  # whose time is that of AR decoding, too
-            self.planner.begin(self._size[0], seconds)
-        elif self._size is not None:
-            self.planner.finish(self._size, self._tokens, seconds)
+        if self._size is not None:
+            self.planner.finish(self._size, self._tokens, seconds, self._is_prefill)

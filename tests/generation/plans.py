@@ -92,7 +92,7 @@ def speed(
     time = tokens = alone = 0.0
     before = 0
     if prompts:
-        planner.begin(prompts, 0.025 * curve(prompts, False, 0))
+        planner.finish((prompts, False, batch), batch, 0.025 * curve(prompts, False, 0), is_prefill=True)
     for step in range(steps):
         plans = planner.plan(outlooks, before)
         checked = [[row for row in plan if row.token is not None] for plan in plans]

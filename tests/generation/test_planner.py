@@ -124,7 +124,7 @@ def test_the_time_of_a_prompt_says_how_wide_the_first_steps_may_be(make, least):
     )
     assert fast > least * slow
     dear = StepTimes(0.0, is_measured=True)
-    dear.record_prompts(95, 95.0)
+    dear.prompts = 95, 95.0
     for _ in range(2):
         dear.record(1, False, 1.0)
     assert dear.widest(1) == 95 and dear.of(48, True) == pytest.approx(48)

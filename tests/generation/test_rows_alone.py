@@ -49,9 +49,9 @@ def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample, attention, aut
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
         assert attends_by_row(model)
         for layer in (each for each in model.modules() if isinstance(each, torch.nn.Linear)):
-            rows = torch.randn(ROWS_ALIKE, layer.in_features).bfloat16()
-            if not torch.equal(torch.cat([layer(row[None]) for row in rows]), layer(rows)):
-                pytest.skip("the matrix products of this processor give a row other bits in company")
+            for rows in torch.randn(20, ROWS_ALIKE, layer.in_features).bfloat16():  # few of them have other bits
+                if not torch.equal(torch.cat([layer(row[None]) for row in rows]), layer(rows)):
+                    pytest.skip("the matrix products of this processor give a row other bits in company")
         assert sum(accepted_of_an_answer(model, seed, do_sample) for seed in range(2))
 
 
