@@ -45,7 +45,7 @@ slow: $(INSTALLED)
 # With the lowest versions that setup.cfg allows, and with the newest that an index has today: in environments of their own,
 # made by uv. torch comes by pip, before the rest, and stays as it is. NEWEST_TORCH names another one: CI
 # takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
-# ONE_SET are left out for their time: tests of our own arithmetic, text, pages and examples, which tell least of versions.
+# ONE_SET are left out for their time: tests of our own arithmetic, text, pages, requests and examples, which tell least of versions.
 UV := $(BIN)/uv
 LOWEST := .venv-lowest
 NEWEST := .venv-newest

@@ -238,7 +238,7 @@ class Planner:
     def finish(self, size: StepSize, tokens: int, seconds: float, is_prefill: bool = False) -> None:
         """Learns from a step that has ended: its new tokens, and its seconds if it was timed."""
         rows, has_masks, sequences = size
-        if is_prefill:  # which AR decoding has, too
+        if is_prefill:  # no choice of a plan: AR decoding takes it, too
             self.times.prompts = rows, seconds
             return
         if self.times.is_measured:
