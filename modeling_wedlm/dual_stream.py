@@ -6,7 +6,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -18,11 +18,17 @@ from ..generation.versions import CACHE, cache_of
 
 CHUNK_LOGITS = 2**26  # that the head holds at a time: 256 MB in float32
 
+# What lays out a batch; the last may be missing.
+COLUMNS = ("input_ids", "position_ids", "stream_ids", "block_ids", "document_ids")
+
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def dual_stream_mask_function(
-    stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor
+    stream_ids: torch.Tensor,
+    block_ids: torch.Tensor,
+    document_ids: torch.Tensor,
+    memory_ends: torch.Tensor | None = None,
 ) -> MaskFunction:
     """Visibility of dual-stream training, as a mask function of transformers' attention interfaces.
 
@@ -43,6 +49,8 @@ def dual_stream_mask_function(
         stream_ids: `(B, T)` int64; -1 padding, 0 memory, c ≥ 1 prediction copy c.
         block_ids: `(B, T)` int64; the logical block of each slot.
         document_ids: `(B, T)` int64; the packed document of each slot.
+        memory_ends: `(B, T)` int64; a prediction slot sees the memory before this physical slot, too: of
+            [`leave_out_repeats`].
 
     Returns:
         `f(batch, head, query, key) -> bool`, broadcasting over index tensors. Every slot sees itself, so that no row
@@ -53,7 +61,10 @@ def dual_stream_mask_function(
         query_stream, key_stream = stream_ids[batch, query], stream_ids[batch, key]
         query_block, key_block = block_ids[batch, query], block_ids[batch, key]
         before = key <= query
-        to_memory = (key_stream == 0) & torch.where(query_stream == 0, before, key_block < query_block)
+        earlier = key_block < query_block
+        if memory_ends is not None:
+            earlier = earlier | (key < memory_ends[batch, query])
+        to_memory = (key_stream == 0) & torch.where(query_stream == 0, before, earlier)
         within_block = (query_stream > 0) & (query_stream == key_stream) & (query_block == key_block) & before
         same_document = (document_ids[batch, query] == document_ids[batch, key]) & (query_stream >= 0)
         return (same_document & (to_memory | within_block)) | (query == key)
@@ -62,7 +73,12 @@ def dual_stream_mask_function(
 
 
 def dual_stream_mask(
-    model: Any, inputs_embeds: torch.Tensor, stream_ids: torch.Tensor, block_ids: Any, document_ids: Any
+    model: Any,
+    inputs_embeds: torch.Tensor,
+    stream_ids: torch.Tensor,
+    block_ids: Any,
+    document_ids: Any,
+    memory_ends: torch.Tensor | None = None,
 ) -> Any:
     """The mask of a [`WeDLMModel`] in the form that its attention takes, see [`dual_stream_mask_function`]."""
     if block_ids is None:
@@ -84,10 +100,79 @@ def dual_stream_mask(
     size, length = stream_ids.shape
     return masks[implementation](
         batch_size=size, q_length=length, kv_length=length, q_offset=0, kv_offset=0,
-        mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
+        mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids, memory_ends),
         attention_mask=None, allow_is_causal_skip=False,
         config=model.config, dtype=inputs_embeds.dtype, device=inputs_embeds.device,
     )  # fmt: skip
+
+
+class Compact(NamedTuple):
+    """A batch without some of its slots."""
+
+    inputs: dict[str, Any]
+    places: torch.Tensor  # (B, T) int64: where each slot that is left stands now
+
+
+def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
+    """Leaves out the slots of prediction streams that repeat the memory.
+
+    The observed tokens before a block's first mask see what the memory's slots of the same tokens see, and so have
+    the same states: masks see those instead. With suffix masks, that is every observed token of a block. Of a layout
+    that is another than the collator's, and of inputs beside it, nothing is left out.
+
+    Args:
+        inputs: of the model.
+        targets: `(B, T)` int64, -100 where a slot carries no loss.
+    """
+    everything = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
+    whole = Compact(inputs, everything)
+    if not set(COLUMNS[:-1]) <= inputs.keys() <= set(COLUMNS):
+        return whole
+    ids, positions, streams, blocks = (inputs[name] for name in COLUMNS[:-1])
+    if not ids.shape == positions.shape == streams.shape == blocks.shape == targets.shape:
+        return whole
+    documents = inputs.get("document_ids")
+    documents = torch.zeros_like(streams) if documents is None else documents
+
+    def first_of_run(*columns: torch.Tensor) -> torch.Tensor:
+        begins = torch.ones_like(streams, dtype=torch.bool)
+        begins[:, 1:] = torch.stack([column.diff(dim=1) != 0 for column in columns]).any(0)
+        return everything.where(begins, 0).cummax(1).values
+
+    def at(column: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return column.gather(1, places)
+
+    # Documents, their streams and the blocks of a stream ascend, and padding comes last: each has one run of slots.
+    is_used = streams >= 0
+    falls = ~is_used[:, :-1]
+    is_tied = torch.ones_like(falls)
+    for column in (documents, streams, blocks):
+        falls |= is_tied & (column.diff(dim=1) < 0)
+        is_tied &= column.diff(dim=1) == 0
+    is_ordered = ~(falls & is_used[:, 1:]).any(1, keepdim=True)
+    # A document's memory begins with it and holds position p at its p-th slot.
+    start, stream = first_of_run(documents), first_of_run(documents, streams)
+    block = first_of_run(documents, streams, blocks)
+    twin = (start + positions).clamp(0, targets.shape[1] - 1)
+    is_same = (streams > 0) & (targets == -100) & is_ordered & (at(streams, twin) == 0)
+    is_same &= at(stream, twin) == start
+    for column in (ids, positions, documents, blocks):
+        is_same &= at(column, twin) == column
+    is_same &= torch.where(everything == block, at(block, twin) == twin, twin == twin.roll(1, 1) + 1)
+    others = (~is_same).long()
+    repeats = others.cumsum(1) == at(others.cumsum(1) - others, block)  # itself and all before it in its block
+    if not repeats.any():
+        return whole
+
+    kept = is_used & ~repeats
+    places, counts = kept.cumsum(1) - 1, kept.sum(1, keepdim=True)
+    ends = torch.zeros_like(twin).scatter_reduce(1, block, (at(places, twin) + 1) * repeats, "amax")
+    left = (~kept).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    is_padding = everything[:, : left.shape[1]] >= counts
+    named = {"stream_ids": streams, "block_ids": blocks, "document_ids": documents}
+    compact = {name: at(column, left).masked_fill(is_padding, -1) for name, column in named.items()}
+    compact |= {"input_ids": at(ids, left), "position_ids": at(positions, left)}
+    return Compact(compact | {"memory_ends": at(at(ends, block), left)}, places)
 
 
 def token_nll(
@@ -142,11 +227,14 @@ def forward_with_targets(
     gives a loss of 0. What it returns is attached to the graph even if no slot has a target.
     """
     # No cache unless asked for: nothing reads it, and the model config's default is for generation.
-    outputs = model.model(**{"use_cache": False} | inputs)
+    compact = leave_out_repeats(inputs, targets)
+    outputs = model.model(**{"use_cache": False} | compact.inputs)
     if num_items_in_batch is None:
         num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()
-    slots = (targets.flatten() != -100).nonzero().squeeze(-1)
-    states, size = outputs.last_hidden_state.flatten(0, 1)[slots], max(1, CHUNK_LOGITS // model.config.vocab_size)
+    rows, columns = (targets != -100).nonzero(as_tuple=True)
+    slots = rows * targets.shape[1] + columns
+    states = outputs.last_hidden_state[rows, compact.places[rows, columns]]
+    size = max(1, CHUNK_LOGITS // model.config.vocab_size)
     nll, correct = token_nll(model.lm_head, states, targets.flatten()[slots], size)
     weighted = nll if loss_weights is None else nll * loss_weights.flatten()[slots]
     return WeDLMCausalLMOutputWithPast(

@@ -106,9 +106,10 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         stream_ids: torch.LongTensor | None = None,
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
+        memory_ends: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """See [`WeDLMForCausalLM.forward`]."""
+        """See [`WeDLMForCausalLM.forward`], and [`dual_stream_mask_function`] for `memory_ends`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if kwargs.get("targets") is not None:  # which the model keeps to itself
@@ -128,7 +129,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
                 _check_one_document(position_ids, attention_mask)
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, cache)}
         else:
-            masks = {"full_attention": dual_stream_mask(self, inputs_embeds, stream_ids, block_ids, document_ids)}
+            layout = stream_ids, block_ids, document_ids, memory_ends
+            masks = {"full_attention": dual_stream_mask(self, inputs_embeds, *layout)}
         kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
         return super().forward(attention_mask=masks, position_ids=position_ids, **kwargs)
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 
 from ..console.progress import Show, stage
+from ..modeling_wedlm.dual_stream import COLUMNS, leave_out_repeats
 from .streams import IGNORE_INDEX
 
 CURVE = "curve.png"
@@ -96,10 +97,10 @@ class RunProgress(TrainerCallback):
 def plan(trainer: Any, steps: int) -> list[str]:
     """What a run will do, in a few lines: tokens, steps, rows, and about how long that takes."""
     args, data = trainer.args, trainer.train_dataset
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    size = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     some: list[Any] = []
     if isinstance(data, IterableDataset):
-        lines = [f"A stream, in {steps:,} steps of {batch}."]
+        lines = [f"A stream, in {steps:,} steps of {size}."]
     else:
         stride = max(1, len(data) // _COUNTED)
         counted = [data[index] for index in range(0, len(data), stride)]
@@ -108,11 +109,12 @@ def plan(trainer: Any, steps: int) -> list[str]:
         scale, about = len(data) / len(counted), "About " if stride > 1 else ""
         lines = [
             f"{about}{round(scale * tokens):,} tokens, {round(scale * supervised):,} of them to learn, "
-            f"{steps * batch / len(data):.3g} times in {steps:,} steps."
+            f"{steps * size / len(data):.3g} times in {steps:,} steps."
         ]
         some = counted[:_LAID_OUT]
-        stream = trainer.data_collator(some)["stream_ids"]
-        rows = int((stream >= 0).sum()) / int((stream == 0).sum())
+        batch = trainer.data_collator(some)
+        left = leave_out_repeats({name: batch[name] for name in COLUMNS}, batch["targets"]).inputs["stream_ids"]
+        rows = int((left >= 0).sum()) / int((batch["stream_ids"] == 0).sum())
         lines.append(f"A token takes {rows:.1f} rows of a forward: its own, and masks.")
     if some and args.world_size == 1:
         seconds = _micro_step(trainer, some[: args.per_device_train_batch_size]) * args.gradient_accumulation_steps

@@ -119,7 +119,9 @@ def draw(rng: random.Random, heldout: bool, task: str | None = None) -> tuple[st
 # The two alternatives to the paper's visibility.
 
 
-def both_ways_mask_function(stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor) -> Any:
+def both_ways_mask_function(
+    stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor, memory_ends: None = None
+) -> Any:
     """As in dual-stream training, but within a block of the prediction stream all slots see each other."""
     causal = dual_stream_mask_function(stream_ids, block_ids, document_ids)
 
@@ -133,7 +135,9 @@ def both_ways_mask_function(stream_ids: torch.Tensor, block_ids: torch.Tensor, d
     return visible
 
 
-def single_stream_mask_function(stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor) -> Any:
+def single_stream_mask_function(
+    stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor, memory_ends: None = None
+) -> Any:
     """Without the memory stream's clean context: a block sees the *masked* blocks before it, as in a single stream.
 
     The prompt's blocks have no masks, and so no copy in the prediction stream: they are seen in the memory stream.
@@ -155,6 +159,11 @@ def single_stream_mask_function(stream_ids: torch.Tensor, block_ids: torch.Tenso
     return visible
 
 
+def all_slots(inputs: dict[str, Any], targets: torch.Tensor) -> dual_stream.Compact:
+    """In place of `leave_out_repeats`: leaves nothing out."""
+    return dual_stream.Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to train.
@@ -168,6 +177,13 @@ class Variant:
     name: str
     mask_function: Callable[..., Any] = dual_stream_mask_function
     collator: dict[str, Any] = field(default_factory=dict)
+
+    def patches(self) -> dict[str, Any]:
+        """What stands in the place of which function of `dual_stream`."""
+        patches: dict[str, Any] = {"dual_stream_mask_function": self.mask_function}
+        if self.mask_function is not dual_stream_mask_function:  # observed tokens see more than the memory does
+            patches["leave_out_repeats"] = all_slots
+        return patches
 
     @property
     def is_causal(self) -> bool:
@@ -535,7 +551,7 @@ def main(
         model = deepcopy(base)
         dual = DataCollatorForDualStreamMasking(tokenizer, **({"seed": seed} | variant.collator))
         set_seed(seed)
-        with patch.object(dual_stream, "dual_stream_mask_function", variant.mask_function):
+        with patch.multiple(dual_stream, **variant.patches()):
             seconds = train(model, Samples(tokenizer, 64 * steps, seed + 1), dual, steps, 2e-3)
         result = evaluate(variant, model, tokenizer, prompts_per_task, seed)
         results["variants"][variant.name] = result | {"seconds": round(seconds)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import causal_forward
 from tiny import MASK, assert_equal_but_rounding, tiny_model, tiny_tokenizer
 
-from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function, token_nll
+from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function, leave_out_repeats, token_nll
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 BLOCK = 4
@@ -88,6 +88,54 @@ def test_the_model_looks_where_the_table_says(attention, batch):
     with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python, without minutes of compiling
         logits = logits_of(tiny_model(attn_implementation=attention).double(), batch)
     assert_equal_but_rounding(logits, expected)
+
+
+@given(st.lists(st.lists(random_documents, min_size=1, max_size=2), min_size=1, max_size=2))
+def test_the_observed_tokens_before_a_blocks_first_mask_are_left_out_and_no_other_slot(documents):
+    rows = [packed(row) for row in documents]
+    batch = batch_of([padded(row, max(map(len, rows))) for row in rows])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")} | layout_of(batch)
+    compact = leave_out_repeats(inputs, batch["targets"])
+    for row, slots in enumerate(rows):
+        kept = []
+        for index, slot in enumerate(slots):
+            masked = documents[row][slot.document].masked[slot.stream - 1] if slot.stream else ()
+            first = min((place for place in masked if place // BLOCK == slot.block), default=slot.position)
+            if not slot.stream or slot.position >= first:
+                kept.append(index)
+        assert compact.places[row, kept].tolist() == list(range(len(kept)))
+        for name, column in inputs.items():
+            assert torch.equal(compact.inputs[name][row, : len(kept)], column[row, kept])
+        assert (compact.inputs["stream_ids"][row, len(kept) :] == -1).all()
+
+
+def permuted(batch: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A batch in which some slots hold the layout of others, which no collator makes."""
+    generator = torch.Generator().manual_seed(seed)
+    result = dict(batch)
+    for name in ("position_ids", *layout_of(batch)):
+        if torch.rand((), generator=generator) < 0.5:
+            size = batch[name].shape[1]
+            moved = torch.rand(size, generator=generator) < 0.1 + 0.9 * torch.rand((), generator=generator)
+            others = torch.randint(size, (size,), generator=generator)
+            result[name] = torch.where(moved, batch[name][:, others], batch[name])
+    return result
+
+
+@given(st.lists(st.lists(random_documents, min_size=1, max_size=2), min_size=1, max_size=2), st.integers(0, 999))
+def test_what_is_left_out_changes_no_state_of_a_slot_with_a_target_whatever_the_layout(documents, seed):
+    rows = [packed(row) for row in documents]
+    batch = batch_of([padded(row, max(map(len, rows))) for row in rows])
+    model = tiny_model().double().model
+    for each in (batch, permuted(batch, seed)):
+        inputs = {name: each[name] for name in ("input_ids", "position_ids")} | layout_of(each)
+        compact = leave_out_repeats(inputs, each["targets"])
+        with torch.no_grad():
+            expected, found = (model(**some).last_hidden_state for some in (inputs, compact.inputs))
+        row, slot = (each["targets"] != IGNORE).nonzero(as_tuple=True)
+        if not len(row):
+            continue  # no state is read
+        assert_equal_but_rounding(found[row, compact.places[row, slot]], expected[row, slot])
 
 
 def test_an_incomplete_layout_a_row_that_was_cut_and_kernels_without_free_masks_are_refused(batch):
