@@ -209,6 +209,9 @@ def test_python_blocks_run_on_the_real_model(real_workplace, capsys, page, block
     check_printed(page, block, capsys.readouterr().out)
 
 
+PRINTED: dict[str, str] = {}  # by the commands of several pages
+
+
 @pytest.mark.slow
 @cases("real", "sh")
 def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, block):
@@ -216,7 +219,9 @@ def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, b
     for line in commands(block):
         words = shlex.split(line)
         if words[:1] == ["wedlm"] and words[1] != "adapt":  # trained already
-            printed += run(words, "", monkeypatch, SHORTER if words[1] == "report" else {})
+            if line not in PRINTED:
+                PRINTED[line] = run(words, "", monkeypatch, SHORTER if words[1] == "report" else {})
+            printed += PRINTED[line]
     check_printed(page, block, printed)
 
 
