@@ -46,7 +46,7 @@ from wedlm_hf.generation.decoding import ParallelDecoder
 from wedlm_hf.generation.verify import VerifyRule
 
 FORWARD, WHOLE = "forward", "whole step"
-INNER = ("linear layers", "updates of masks", "attention kernel", "norms")  # parts of the forward
+INNER = ("head", "other linear layers", "updates of masks", "attention kernel", "norms")  # parts of the forward
 OUTER = ("reading logits", "planning")
 Times = dict[str, list[float]]
 # Hidden size, width of the MLP, layers, width of all queries, of all keys, and vocabulary.
@@ -103,7 +103,8 @@ class StepTimer:
 
             for module in model.modules():
                 if hasattr(module, "in_features"):
-                    watch(module, "forward", "linear layers")
+                    is_head = module is model.get_output_embeddings()
+                    watch(module, "forward", "head" if is_head else "other linear layers")
                 elif type(module).__name__.endswith("Norm"):
                     watch(module, "forward", "norms")
             watch(torch.nn.functional, "scaled_dot_product_attention", "attention kernel")
@@ -167,7 +168,8 @@ def parts(
     clock = time.thread_time if threads == 1 else time.perf_counter
     timers, of_ar = [StepTimer(clock) for _ in ways], []
     for number, question in enumerate([questions[0], *questions]):
-        ids = torch.tensor([encode_prompt(model, tokenizer, question).tokens])
+        is_raw = tokenizer.chat_template is None
+        ids = torch.tensor([encode_prompt(model, tokenizer, question, raw=is_raw).tokens])
         for timer, way in zip(timers, ways.values(), strict=True):
             with timer.watching(model):
                 model.generate(ids, **shared, **way)

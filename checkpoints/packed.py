@@ -89,11 +89,15 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
 
 def _pack(model: nn.Module, bits: int) -> None:
     """Replaces the layers of a model that can be packed."""
-    tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(module.weight): module.weight for module in embeddings}
     packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
+    # Those that scale their rows, as Gemma's, stay what they are, in float32, before heads share their tables.
+    scaled = {id(module.weight) for module in embeddings if type(module) is not nn.Embedding}
     for parameter in model.parameters():
         if id(parameter) not in packable:  # out of the checkpoint's file, which may be mapped into memory as one
-            parameter.data = parameter.data.clone()
+            dtype = torch.float32 if id(parameter) in scaled else parameter.dtype
+            parameter.data = parameter.data.to(dtype, copy=True)
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     _find(model, places)
     modules = {key: getattr(*found[0]) for key, found in places.items()}

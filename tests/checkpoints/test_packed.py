@@ -14,7 +14,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import tiny_llama, tiny_model, tiny_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+)
 
 import wedlm_hf
 from wedlm_hf.checkpoints import matrices, packed
@@ -30,6 +37,7 @@ from wedlm_hf.checkpoints.packed import (
     use_fastest,
 )
 from wedlm_hf.eval.measure import environment, fingerprint
+from wedlm_hf.generation.drafter import head_rows
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 
@@ -104,6 +112,22 @@ def test_the_memory_of_the_unpacked_weights_is_given_back():
     before = held()
     pack(model, 8)
     assert held() < before - 75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_tied_to_an_embedding_that_scales_its_rows_shares_the_table(dtype):
+    config = Gemma3TextConfig(
+        vocab_size=80, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = Gemma3ForCausalLM._from_config(config, dtype=dtype).eval()
+    weights, expected = count_weights(plain), logits_of(plain).float()
+    model = pack(copy.deepcopy(plain))
+    table = model.model.embed_tokens.weight
+    assert head_rows(model.lm_head).data_ptr() == table.data_ptr() and table.dtype == torch.float32
+    assert count_weights(model) == weights
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
 
 
 def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
