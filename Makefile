@@ -19,8 +19,8 @@ demo: $(INSTALLED)
 	@echo 'On a page in the browser, with questions of your own: $(BIN)/wedlm serve --open'
 
 # MINUTES are those of the adapter's training.
-MODEL ?= smollm2
-MINUTES ?= 20
+MODEL = smollm2
+MINUTES = 20
 
 real: real-$(MODEL)
 

@@ -64,8 +64,8 @@ class FusedAttention(Fused):
         if not all(norm is None or type(norm) is nn.Identity for norm in norms):
             if any(type(norm) is not PackedNorm for norm in norms):
                 raise TypeError("These norms are other layers.")
-            weights = [norm.weight.detach().expand(n, 1, -1) for norm, n in zip(norms, self._heads, strict=False)]
-            self._norms, self._terms = torch.cat(weights), norms[0].terms
+            factors = [norm.factor.detach().expand(n, 1, -1) for norm, n in zip(norms, self._heads, strict=False)]
+            self._norms, self._terms = torch.cat(factors), norms[0].terms
         self._is_prepared = True
 
     def forward(

@@ -94,6 +94,7 @@ def _pack(model: nn.Module, bits: int) -> None:
     packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
     # Those that scale their rows, as Gemma's, stay what they are, in float32, before heads share their tables.
     scaled = {id(module.weight) for module in embeddings if type(module) is not nn.Embedding}
+    guard = model.register_forward_pre_hook(_refuse_half)
     for parameter in model.parameters():
         if id(parameter) not in packable:  # out of the checkpoint's file, which may be mapped into memory as one
             dtype = torch.float32 if id(parameter) in scaled else parameter.dtype
@@ -110,7 +111,6 @@ def _pack(model: nn.Module, bits: int) -> None:
 
         groups = _groups(places, formats)
         del modules  # so that each is freed when it is packed
-        guard = model.register_forward_pre_hook(_refuse_half)
         for group, packed in zip(groups, threads.map(replacements, groups), strict=True):
             for found, module in zip(group, packed, strict=True):
                 for parent, name in found:
@@ -236,10 +236,12 @@ def _use_fused_norms(model: nn.Module) -> None:
             is_vector = isinstance(weight, nn.Parameter) and weight.ndim == 1
             if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or not is_vector or not eps:
                 continue
-            fused, rows = PackedNorm(weight, eps).train(norm.training), torch.randn(8, *weight.shape)
-            if norm.forward(rows).equal(fused.forward(rows)):
-                take_hooks(fused, norm)
-                setattr(module, name, fused)
+            rows = torch.randn(8, *weight.shape)
+            for fused in (PackedNorm(weight, eps, added).train(norm.training) for added in (0.0, 1.0)):
+                if norm.forward(rows).equal(fused.forward(rows)):
+                    take_hooks(fused, norm)
+                    setattr(module, name, fused)
+                    break
 
 
 def _linear_share(model: nn.Module) -> float:

@@ -137,22 +137,39 @@ class PackedEmbedding(nn.Embedding):
 
 
 class PackedNorm(nn.RMSNorm):
-    """An `nn.RMSNorm` of five small operations, where torch's own takes nine on a CPU."""
+    """An `nn.RMSNorm` of five small operations, where torch's own takes nine on a CPU.
 
-    def __init__(self, weight: nn.Parameter, eps: float):
+    Args:
+        weight: `(H,)`.
+        eps: is added to the mean square.
+        added: to each weight before it multiplies: 1 in Gemma's norms, and in Qwen3.5's.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, added: float = 0.0):
         super().__init__(weight.shape, eps, device="meta")
-        self.weight = weight
+        self.weight, self._added = weight, added
+        self._factor: tuple[int, torch.Tensor] | None = None  # the version of the weight that it was made of
         self.terms = torch.tensor([eps]), torch.tensor([float(len(weight))])
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """`(H,)`, what the normed rows are multiplied by."""
+        if not self._added:
+            return self.weight
+        version = 0 if self.weight.is_inference() else self.weight._version
+        if self._factor is None or self._factor[0] != version:
+            self._factor = version, (self._added + self.weight).detach()
+        return self._factor[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., H)` float32, both."""
-        return self.normed(x, self.weight, self.terms)
+        return self.normed(x, self.factor, self.terms)
 
     @staticmethod
-    def normed(x: torch.Tensor, weight: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same, with another weight."""
+    def normed(x: torch.Tensor, factor: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same, with another factor."""
         eps, count = terms
-        return (x * torch.addcdiv(eps, (x * x).sum(-1, keepdim=True), count).rsqrt_()).mul_(weight)
+        return (x * torch.addcdiv(eps, (x * x).sum(-1, keepdim=True), count).rsqrt_()).mul_(factor)
 
 
 def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -117,8 +117,8 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     """Leaves out the slots of prediction streams that repeat the memory.
 
     The observed tokens before a block's first mask see what the memory's slots of the same tokens see, and so have
-    the same states: masks see those instead. With suffix masks, that is every observed token of a block. Of a layout
-    that is another than the collator's, and of inputs beside it, nothing is left out.
+    the same states: masks see those instead. With suffix masks, that is every observed token of a block. Nothing is
+    left out of a layout that no collator makes, nor where the model has other inputs beside the layout.
 
     Args:
         inputs: of the model.
@@ -126,7 +126,8 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     """
     everything = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
     whole = Compact(inputs, everything)
-    if not set(COLUMNS[:-1]) <= inputs.keys() <= set(COLUMNS):
+    given = {name for name, value in inputs.items() if value is not None and value is not False}  # PEFT passes all
+    if not set(COLUMNS[:-1]) <= given <= set(COLUMNS):
         return whole
     ids, positions, streams, blocks = (inputs[name] for name in COLUMNS[:-1])
     if not ids.shape == positions.shape == streams.shape == blocks.shape == targets.shape:
@@ -151,11 +152,9 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
         is_tied &= column.diff(dim=1) == 0
     is_ordered = ~(falls & is_used[:, 1:]).any(1, keepdim=True)
     # A document's memory begins with it and holds position p at its p-th slot.
-    start, stream = first_of_run(documents), first_of_run(documents, streams)
-    block = first_of_run(documents, streams, blocks)
+    start, block = first_of_run(documents), first_of_run(documents, streams, blocks)
     twin = (start + positions).clamp(0, targets.shape[1] - 1)
     is_same = (streams > 0) & (targets == -100) & is_ordered & (at(streams, twin) == 0)
-    is_same &= at(stream, twin) == start
     for column in (ids, positions, documents, blocks):
         is_same &= at(column, twin) == column
     is_same &= torch.where(everything == block, at(block, twin) == twin, twin == twin.roll(1, 1) + 1)
@@ -164,7 +163,7 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     if not repeats.any():
         return whole
 
-    kept = is_used & ~repeats
+    kept = (is_used | (targets != -100)) & ~repeats
     places, counts = kept.cumsum(1) - 1, kept.sum(1, keepdim=True)
     ends = torch.zeros_like(twin).scatter_reduce(1, block, (at(places, twin) + 1) * repeats, "amax")
     left = (~kept).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
@@ -172,7 +171,7 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     named = {"stream_ids": streams, "block_ids": blocks, "document_ids": documents}
     compact = {name: at(column, left).masked_fill(is_padding, -1) for name, column in named.items()}
     compact |= {"input_ids": at(ids, left), "position_ids": at(positions, left)}
-    return Compact(compact | {"memory_ends": at(at(ends, block), left)}, places)
+    return Compact(inputs | compact | {"memory_ends": at(at(ends, block), left)}, places)
 
 
 def token_nll(
@@ -227,14 +226,16 @@ def forward_with_targets(
     gives a loss of 0. What it returns is attached to the graph even if no slot has a target.
     """
     # No cache unless asked for: nothing reads it, and the model config's default is for generation.
-    compact = leave_out_repeats(inputs, targets)
+    config, compact = model.config, Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
+    if not (config.output_hidden_states or config.output_attentions):  # asked for by the caller, they are inputs
+        compact = leave_out_repeats(inputs, targets)
     outputs = model.model(**{"use_cache": False} | compact.inputs)
     if num_items_in_batch is None:
         num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()
     rows, columns = (targets != -100).nonzero(as_tuple=True)
     slots = rows * targets.shape[1] + columns
     states = outputs.last_hidden_state[rows, compact.places[rows, columns]]
-    size = max(1, CHUNK_LOGITS // model.config.vocab_size)
+    size = max(1, CHUNK_LOGITS // config.vocab_size)
     nll, correct = token_nll(model.lm_head, states, targets.flatten()[slots], size)
     weighted = nll if loss_weights is None else nll * loss_weights.flatten()[slots]
     return WeDLMCausalLMOutputWithPast(

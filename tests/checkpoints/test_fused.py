@@ -10,7 +10,7 @@ from test_families import FAMILIES, build
 from tiny import tiny_llama, tiny_model
 from torch.nn.modules.module import register_module_forward_hook
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from wedlm_hf import add_mask_adapter, pack
@@ -34,11 +34,22 @@ def qwen2():
     return model
 
 
+def gemma3():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
 MODELS = {
     "llama": lambda: tiny_llama(hidden_size=64, intermediate_size=96, pad_token_id=0),
     "biases": qwen2,
     "norms of queries and keys": tiny_model,
     "ours with biases": lambda: tiny_model("qwen2.5"),
+    "norms that add 1 to their weights": gemma3,
 }
 
 

@@ -184,6 +184,9 @@ def test_findings_compare_three_masks_and_decode_blocks_by_definition_as_the_lib
         visible = getattr(run, name)(streams, blocks, torch.zeros_like(streams))
         rows = visible(torch.tensor(0), None, index[:, None], index[None, :]).tolist()
         assert ["".join("x" if seen else "." for seen in row) for row in rows] == memory + prediction
+    for variant in run.VARIANTS:  # observed tokens that see more than the memory's are not left out
+        is_papers = variant.mask_function is run.dual_stream_mask_function
+        assert ("leave_out_repeats" in variant.patches()) == (not is_papers)
     options = {"strategy": "block", "window_size": run.WINDOW, "entropy_threshold": 0.8}
     options |= {"distance_penalty": run.DISTANCE_PENALTY, "max_new_tokens": run.LONGEST_ANSWER}
     for prompt in ([START, 20, 21], [START, *range(30, 41)]):

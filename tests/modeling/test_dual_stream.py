@@ -10,6 +10,7 @@ from dual_stream_oracle import Document, Slot, batch_of, dense_mask, document_lo
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import causal_forward
+from peft import LoraConfig, get_peft_model
 from tiny import MASK, assert_equal_but_rounding, tiny_model, tiny_tokenizer
 
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function, leave_out_repeats, token_nll
@@ -109,16 +110,19 @@ def test_the_observed_tokens_before_a_blocks_first_mask_are_left_out_and_no_othe
         assert (compact.inputs["stream_ids"][row, len(kept) :] == -1).all()
 
 
-def permuted(batch: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """A batch in which some slots hold the layout of others, which no collator makes."""
+def disturbed(batch: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A batch some of whose entries are those of other slots, which no collator makes: one of them, or many."""
     generator = torch.Generator().manual_seed(seed)
-    result = dict(batch)
-    for name in ("position_ids", *layout_of(batch)):
-        if torch.rand((), generator=generator) < 0.5:
-            size = batch[name].shape[1]
-            moved = torch.rand(size, generator=generator) < 0.1 + 0.9 * torch.rand((), generator=generator)
-            others = torch.randint(size, (size,), generator=generator)
-            result[name] = torch.where(moved, batch[name][:, others], batch[name])
+    result, size = dict(batch), batch["input_ids"].shape[1]
+    names = ["input_ids", "position_ids", "targets", *layout_of(batch)]
+    if seed % 2:
+        names = [names[int(torch.randint(len(names), (), generator=generator))]]
+    for name in names:
+        others = torch.randint(size, (size,), generator=generator)
+        moved = torch.rand(size, generator=generator) < 0.3
+        if seed % 2:
+            moved = torch.arange(size) == torch.randint(size, (), generator=generator)
+        result[name] = torch.where(moved, batch[name][:, others], batch[name])
     return result
 
 
@@ -127,7 +131,7 @@ def test_what_is_left_out_changes_no_state_of_a_slot_with_a_target_whatever_the_
     rows = [packed(row) for row in documents]
     batch = batch_of([padded(row, max(map(len, rows))) for row in rows])
     model = tiny_model().double().model
-    for each in (batch, permuted(batch, seed)):
+    for each in (batch, *(disturbed(batch, seed + more) for more in range(4))):
         inputs = {name: each[name] for name in ("input_ids", "position_ids")} | layout_of(each)
         compact = leave_out_repeats(inputs, each["targets"])
         with torch.no_grad():
@@ -136,6 +140,21 @@ def test_what_is_left_out_changes_no_state_of_a_slot_with_a_target_whatever_the_
         if not len(row):
             continue  # no state is read
         assert_equal_but_rounding(found[row, compact.places[row, slot]], expected[row, slot])
+
+
+def test_a_lora_leaves_slots_out_too_and_states_that_are_asked_for_are_of_all_slots(batch):
+    seen: list[int] = []
+    lora = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for model in (tiny_model(), lora):
+        hook = model.get_input_embeddings().register_forward_hook(lambda _, __, output: seen.append(output.shape[1]))
+        model(**batch)
+        hook.remove()
+    size = batch["input_ids"].shape[1]
+    assert seen[0] == seen[1] < size
+    model = tiny_model()
+    assert model(**batch, output_hidden_states=True).hidden_states[-1].shape[1] == size
+    model.config.output_hidden_states = True
+    assert model(**batch).hidden_states[-1].shape[1] == size
 
 
 def test_an_incomplete_layout_a_row_that_was_cut_and_kernels_without_free_masks_are_refused(batch):
