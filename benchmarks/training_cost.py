@@ -2,14 +2,19 @@
 
     python benchmarks/training_cost.py
     python benchmarks/training_cost.py --shape qwen3-0.6b --dtype bfloat16 --attention flex_attention --device cuda
+    python benchmarks/training_cost.py --shape smollm2-135m --against-ar
 
 Times both in turn on half-supervised samples of 1,024 random tokens, and prints clean tokens/s and, on CUDA, memory.
+`--against-ar` times next-token training of one sample instead, beside dual-stream training by some settings, with
+all rows and without those that repeat the memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
+import pandas as pd
 import torch
 import typer
 from torch.nn import functional as F
@@ -17,7 +22,7 @@ from torch.nn import functional as F
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import now
-from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, dual_stream
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 LENGTH = 1024
@@ -34,7 +39,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
+    "smollm2-135m": {
+        "vocab_size": 49_153,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "qk_norm": False,
+    },
 }
+SETTINGS: dict[str, dict[str, Any]] = {
+    "the defaults": {},
+    "suffix masks, 0.7": {"suffix_probability": 0.7},
+    "the same, blocks of 16, two copies": {
+        "suffix_probability": 0.7, "block_size": 16, "num_copies": 2, "ratio_sampler": "stratified",
+    },
+}  # fmt: skip
 # Tiny, but for its vocabulary.
 SMALL: dict[str, Any] = {"vocab_size": 32_768, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
@@ -49,20 +71,22 @@ def random_model(shape: dict[str, Any], seed: int = 0) -> WeDLMForCausalLM:
     ).eval()
 
 
-def samples(count: int, vocabulary: int) -> list[dict[str, list[int]]]:
-    """`count` samples of random tokens; the second half of each is an answer."""
+def samples(count: int, vocabulary: int, length: int = LENGTH, prompt: float = 0.5) -> list[dict[str, list[int]]]:
+    """`count` samples of random tokens; the first part of each is a prompt."""
     generator = torch.Generator().manual_seed(0)
     end = load_tokenizer(NANO).eos_token_id
     result = []
     for _ in range(count):
-        tokens = [*torch.randint(4, vocabulary, (LENGTH - 1,), generator=generator).tolist(), end]
-        result.append({"input_ids": tokens, "labels": [-100] * (LENGTH // 2) + tokens[LENGTH // 2 :]})
+        tokens = [*torch.randint(4, vocabulary, (length - 1,), generator=generator).tolist(), end]
+        begin = int(length * prompt)
+        result.append({"input_ids": tokens, "labels": [-100] * begin + tokens[begin:]})
     return result
 
 
-def collate(examples: list[dict[str, list[int]]]) -> Batch:
+def collate(examples: list[dict[str, list[int]]], **settings: Any) -> Batch:
     """Ours. The tokenizer only says which tokens are special."""
-    return DataCollatorForDualStreamMasking(load_tokenizer(NANO), block_size=BLOCK, num_eos=1)(examples)
+    settings = {"block_size": BLOCK, "num_eos": 1} | settings
+    return DataCollatorForDualStreamMasking(load_tokenizer(NANO), **settings)(examples)
 
 
 def dense_batch(examples: list[dict[str, list[int]]], batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
@@ -140,6 +164,37 @@ def compare(model: WeDLMForCausalLM, rows: int, repeats: int, attention: str = "
     return found
 
 
+def all_rows(inputs: dict[str, Any], targets: torch.Tensor) -> dual_stream.Compact:
+    """In place of `leave_out_repeats`: leaves nothing out."""
+    return dual_stream.Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
+
+
+def ar_table(model: WeDLMForCausalLM, length: int, prompt: float, repeats: int) -> Iterator[dict[str, Any]]:
+    """For each setting: rows of a forward for each token, and the least time of a forward and backward over that of
+    next-token training, in turn; with all rows, and without those that are left out."""
+    (example,) = samples(1, min(model.config.vocab_size, 300), length, prompt)
+    tokens = {name: torch.tensor([column]) for name, column in example.items()}
+    for name, settings in SETTINGS.items():
+        batch = collate([example], **settings)
+        layout = {column: batch[column] for column in dual_stream.COLUMNS}
+        left = dual_stream.leave_out_repeats(layout, batch["targets"]).inputs["stream_ids"]
+        ways = {"ar": (tokens, all_rows), "all": (batch, all_rows), "now": (batch, dual_stream.leave_out_repeats)}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(repeats + 1):
+            for way, (inputs, leave_out) in ways.items():
+                with patch.object(dual_stream, "leave_out_repeats", leave_out):
+                    began = now(model)
+                    model(**inputs).loss.backward()
+                    seconds[way].append(now(model) - began)
+                model.zero_grad()
+        least = {way: min(times[1:]) for way, times in seconds.items()}
+        yield {
+            "settings": name, "tokens": length, "supervised": f"{1 - prompt:.0%}",
+            "rows, all": batch["stream_ids"].shape[1] / length, "rows": left.shape[1] / length,
+            "time, all rows": least["all"] / least["ar"], "time": least["now"] / least["ar"],
+        }  # fmt: skip
+
+
 def main(
     shape: str = "",
     rows: int = 2,
@@ -147,9 +202,15 @@ def main(
     dtype: str = "float32",
     attention: str = "sdpa",
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
+    against_ar: bool = False,
 ) -> None:
-    """Measure and print; `--shape` may be qwen3-0.6b; by default a tiny one with a vocabulary of 32,768."""
+    """Measure and print; `--shape` may be qwen3-0.6b or smollm2-135m; by default a tiny one with a vocabulary of
+    32,768."""
     model = random_model(SHAPES[shape] if shape else SMALL).to(device=device, dtype=getattr(torch, dtype)).train()
+    if against_ar:
+        found_of = [ar_table(model, length, prompt, repeats) for length, prompt in ((256, 0.5), (512, 0.0))]
+        print(pd.DataFrame([row for rows_of in found_of for row in rows_of]).to_markdown(index=False, floatfmt=".2f"))
+        return
     found = compare(model, rows, repeats, attention)
     print("| form | " + " | ".join(name.replace("_", " ") for name in found["ours"]) + " |")
     print("|---|" + "---:|" * len(found["ours"]))

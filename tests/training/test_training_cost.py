@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from training_cost import SMALL, collate, dense_batch, dense_loss, our_loss, random_model, samples
+from training_cost import SMALL, ar_table, collate, dense_batch, dense_loss, our_loss, random_model, samples
 
 
 def kept_bytes(step):
@@ -43,3 +43,9 @@ def test_a_step_gives_the_dense_loss_for_at_most_60_percent_of_its_operations_an
         torch.testing.assert_close(gradients["ours"][key], gradient, rtol=0, atol=1e-4 * scale, msg=key)
     assert costs["ours"]["flops"] <= 0.6 * costs["dense"]["flops"]
     assert costs["ours"]["bytes"] <= 0.5 * costs["dense"]["bytes"]
+
+
+def test_rows_are_counted_with_and_without_those_that_repeat_the_memory():
+    rows = list(ar_table(random_model(SMALL).train(), length=96, prompt=0.0, repeats=1))
+    assert [each["rows, all"] for each in rows] == [2, 2, 3]
+    assert all(1 < each["rows"] < each["rows, all"] and each["time"] > 0 for each in rows)
