@@ -164,11 +164,6 @@ def compare(model: WeDLMForCausalLM, rows: int, repeats: int, attention: str = "
     return found
 
 
-def all_rows(inputs: dict[str, Any], targets: torch.Tensor) -> dual_stream.Compact:
-    """In place of `leave_out_repeats`: leaves nothing out."""
-    return dual_stream.Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
-
-
 def ar_table(model: WeDLMForCausalLM, length: int, prompt: float, repeats: int) -> Iterator[dict[str, Any]]:
     """For each setting: rows of a forward for each token, and the least time of a forward and backward over that of
     next-token training, in turn; with all rows, and without those that are left out."""
@@ -178,7 +173,8 @@ def ar_table(model: WeDLMForCausalLM, length: int, prompt: float, repeats: int) 
         batch = collate([example], **settings)
         layout = {column: batch[column] for column in dual_stream.COLUMNS}
         left = dual_stream.leave_out_repeats(layout, batch["targets"]).inputs["stream_ids"]
-        ways = {"ar": (tokens, all_rows), "all": (batch, all_rows), "now": (batch, dual_stream.leave_out_repeats)}
+        whole, compact = dual_stream.Compact.whole, dual_stream.leave_out_repeats
+        ways: dict[str, Any] = {"ar": (tokens, whole), "all": (batch, whole), "now": (batch, compact)}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(repeats + 1):
             for way, (inputs, leave_out) in ways.items():

@@ -112,6 +112,11 @@ class Compact(NamedTuple):
     inputs: dict[str, Any]
     places: torch.Tensor  # (B, T) int64: where each slot that is left stands now
 
+    @classmethod
+    def whole(cls, inputs: dict[str, Any], targets: torch.Tensor) -> "Compact":
+        """Of which nothing is left out."""
+        return cls(inputs, torch.arange(targets.shape[1], device=targets.device).expand_as(targets))
+
 
 def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     """Leaves out the slots of prediction streams that repeat the memory.
@@ -124,8 +129,8 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
         inputs: of the model.
         targets: `(B, T)` int64, -100 where a slot carries no loss.
     """
-    everything = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
-    whole = Compact(inputs, everything)
+    whole = Compact.whole(inputs, targets)
+    everything = whole.places
     given = {name for name, value in inputs.items() if value is not None and value is not False}  # PEFT passes all
     if not set(COLUMNS[:-1]) <= given <= set(COLUMNS):
         return whole
@@ -226,9 +231,9 @@ def forward_with_targets(
     gives a loss of 0. What it returns is attached to the graph even if no slot has a target.
     """
     # No cache unless asked for: nothing reads it, and the model config's default is for generation.
-    config, compact = model.config, Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
-    if not (config.output_hidden_states or config.output_attentions):  # asked for by the caller, they are inputs
-        compact = leave_out_repeats(inputs, targets)
+    config = model.config
+    shows_states = config.output_hidden_states or config.output_attentions  # asked for by the caller, they are inputs
+    compact = (Compact.whole if shows_states else leave_out_repeats)(inputs, targets)
     outputs = model.model(**{"use_cache": False} | compact.inputs)
     if num_items_in_batch is None:
         num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()

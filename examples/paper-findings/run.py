@@ -159,11 +159,6 @@ def single_stream_mask_function(
     return visible
 
 
-def all_slots(inputs: dict[str, Any], targets: torch.Tensor) -> dual_stream.Compact:
-    """In place of `leave_out_repeats`: leaves nothing out."""
-    return dual_stream.Compact(inputs, torch.arange(targets.shape[1]).expand_as(targets))
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to train.
@@ -182,7 +177,7 @@ class Variant:
         """What stands in the place of which function of `dual_stream`."""
         patches: dict[str, Any] = {"dual_stream_mask_function": self.mask_function}
         if self.mask_function is not dual_stream_mask_function:  # observed tokens see more than the memory does
-            patches["leave_out_repeats"] = all_slots
+            patches["leave_out_repeats"] = dual_stream.Compact.whole
         return patches
 
     @property
