@@ -204,6 +204,9 @@ def main(
     32,768."""
     model = random_model(SHAPES[shape] if shape else SMALL).to(device=device, dtype=getattr(torch, dtype)).train()
     if against_ar:
+        if device != "cpu" or rows != 2:
+            raise typer.BadParameter("`--against-ar` times one sample on the CPU: leave out `--device` and `--rows`.")
+        model.set_attn_implementation(attention)
         found_of = [ar_table(model, length, prompt, repeats) for length, prompt in ((256, 0.5), (512, 0.0))]
         print(pd.DataFrame([row for rows_of in found_of for row in rows_of]).to_markdown(index=False, floatfmt=".2f"))
         return
