@@ -137,8 +137,7 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     ids, positions, streams, blocks = (inputs[name] for name in COLUMNS[:-1])
     if not ids.shape == positions.shape == streams.shape == blocks.shape == targets.shape:
         return whole
-    documents = inputs.get("document_ids")
-    documents = torch.zeros_like(streams) if documents is None else documents
+    documents = torch.zeros_like(streams) if inputs.get("document_ids") is None else inputs["document_ids"]
 
     def first_of_run(*columns: torch.Tensor) -> torch.Tensor:
         begins = torch.ones_like(streams, dtype=torch.bool)
@@ -167,7 +166,6 @@ def leave_out_repeats(inputs: dict[str, Any], targets: torch.Tensor) -> Compact:
     repeats = others.cumsum(1) == at(others.cumsum(1) - others, block)  # itself and all before it in its block
     if not repeats.any():
         return whole
-
     kept = (is_used | (targets != -100)) & ~repeats
     places, counts = kept.cumsum(1) - 1, kept.sum(1, keepdim=True)
     ends = torch.zeros_like(twin).scatter_reduce(1, block, (at(places, twin) + 1) * repeats, "amax")
@@ -239,9 +237,8 @@ def forward_with_targets(
         num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()
     rows, columns = (targets != -100).nonzero(as_tuple=True)
     slots = rows * targets.shape[1] + columns
-    states = outputs.last_hidden_state[rows, compact.places[rows, columns]]
-    size = max(1, CHUNK_LOGITS // config.vocab_size)
-    nll, correct = token_nll(model.lm_head, states, targets.flatten()[slots], size)
+    states, size = outputs.last_hidden_state[rows, compact.places[rows, columns]], CHUNK_LOGITS // config.vocab_size
+    nll, correct = token_nll(model.lm_head, states, targets.flatten()[slots], max(1, size))
     weighted = nll if loss_weights is None else nll * loss_weights.flatten()[slots]
     return WeDLMCausalLMOutputWithPast(
         loss=weighted.sum() / torch.as_tensor(num_items_in_batch, device=nll.device).clamp(min=1),
