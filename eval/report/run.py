@@ -124,9 +124,10 @@ def _judged(rows: pd.DataFrame, model: WeDLMForCausalLM, prompts: Sequence[Promp
     if prompts[0].answers:
         return rows.assign(quality=rows["right"].astype(float))
     shares = [
-        1.0 if is_greedy and row.decoder == AR else agreeing_tokens(model, prompts[row.prompt].tokens, row.tokens)
+        # AR's own answer has them all: one forward over it may round otherwise than the steps that wrote it.
+        1.0 if is_greedy and row.same else agreeing_tokens(model, prompts[row.prompt].tokens, row.tokens)
         / len(row.tokens)
-        for row in rows[["decoder", "prompt", "tokens"]].itertuples()
+        for row in mark_same(rows)[["same", "prompt", "tokens"]].itertuples()
     ]  # fmt: skip
     return rows.assign(quality=shares)
 

@@ -172,6 +172,14 @@ def test_prompts_without_answers_are_judged_by_agreement_with_ar_and_no_metric_c
     assert refused.exit_code == 2 and "`metric='number'` needs an `answer` to each prompt" in refused.stderr
 
 
+def test_ars_own_answer_agrees_with_ar_however_one_forward_over_it_rounds(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("wedlm_hf.eval.report.run.agreeing_tokens", lambda *given: 0)
+    (tmp_path / "prompts.txt").write_text("Sort 1, 9\n")
+    asked = ["--file", tmp_path / "prompts.txt", "--decoders", "wedlm+exact", "--count", 1]
+    _, found = report(tmp_path / "out", checkpoint, *asked)
+    assert by_decoder(found)["wedlm+exact"]["quality"] == 1
+
+
 def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path):
     (tmp_path / "data.jsonl").write_text(rows(*({"prompt": f"Write about {index}."} for index in range(4))))
     sampled = ["--temperature", 0.9, "--decoders", "wedlm+exact", "--file", tmp_path / "data.jsonl"]
