@@ -45,7 +45,7 @@ from wedlm_hf.generation.versions import CACHE
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS, ADAPT_MINUTES = 480.0, 7.0  # of a piece; the rest of `adapt` is loading
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-KEPT = "decoder prompt task tokens new_tokens forwards token_instances seconds forward_seconds peak_bytes".split()
+KEPT = "decoder prompt task tokens new_tokens forwards token_instances seconds".split()
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@
     python benchmarks/training_methods.py replay BASE examples/smollm2/prompts-heldout.jsonl examples/smollm2
 
 ANSWERS are the base's own (`wedlm adapt` leaves them in `work/answers.jsonl`). Every tenth greedy answer is held out;
-what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`, and by generation with
-trees of up to 12 drafts. A trial that was stopped goes on. Seconds are those of the process, which other programs
-disturb less than the clock. `replay` measures finished adapters in the same way, on the base's answers to questions.
+what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`. A trial that was stopped
+goes on. Seconds are those of the process, which other programs disturb less than the clock. `replay` measures finished
+adapters in the same way, on the base's answers to questions.
 """
 
 import json
@@ -55,7 +55,6 @@ def train(
     seed: int = 0,
     threads: int = 1,
     dtype: str = "float32",
-    trees: Annotated[bool, typer.Option(help="Generate with trees, too: some minutes more.")] = True,
 ) -> None:
     """Train in one way and measure; what was found is in OUT/result.json."""
     if way not in WAYS:
@@ -89,21 +88,9 @@ def train(
         "parameters": sum(parameter.numel() for parameter in model.mask_adapter.parameters()),
         "tokens": curve[-1]["eval_tokens"],
         "tokens_per_forward": [curve[-1][f"eval_tokens_per_forward_branch_{drafts}"] for drafts in (1, 2, 3, 4)],
-        "with_trees": with_trees(model, held_out) if trees else None,
     }
     write_text(out / "result.json", json.dumps(result, indent=2) + "\n")
     table([out])
-
-
-def with_trees(model: Any, answers: list[AnswerTokens]) -> float:
-    """Tokens per forward of verified decoding where rows cost nothing, so that each step checks up to 12 drafts."""
-    verified = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "do_sample": False}
-    forwards = 0
-    for answer in answers:
-        prompt, count = torch.tensor([answer["prompt_ids"]], device=model.device), len(answer["response_ids"])
-        output = model.generate(prompt, **verified, max_new_tokens=count, return_dict_in_generate=True)
-        forwards += int(output.stats.forwards.sum())
-    return sum(len(answer["response_ids"]) for answer in answers) / forwards
 
 
 @app.command()
@@ -128,11 +115,11 @@ def replay(base: str, prompts: Path, adapters: list[str], max_new_tokens: int = 
 @app.command()
 def table(trials: list[Path]) -> None:
     """Print the results of some trials as a Markdown table."""
-    columns = ("way", "mask rows", "passes", "rows/s", "parameters", *(f"{n} drafts" for n in (1, 2, 3, 4)), "trees")
+    columns = ("way", "mask rows", "passes", "rows/s", "parameters", *(f"{n} drafts" for n in (1, 2, 3, 4)))
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for trial in trials:
         one = json.loads((trial / "result.json").read_text())
-        rates = [f"{rate:.3f}" if rate else "" for rate in (*one["tokens_per_forward"], one["with_trees"])]
+        rates = [f"{rate:.3f}" for rate in one["tokens_per_forward"]]
         speed = f"{one['mask_rows'] / one['seconds']:.0f}"
         cells = [one["way"], f"{one['mask_rows']:,}", f"{one['passes']:.1f}", speed, f"{one['parameters']:,}", *rates]
         print(f"| {' | '.join(cells)} |")

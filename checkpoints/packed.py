@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import Any
 
 import torch
@@ -299,22 +299,6 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
     elif choice != own:
         model.to(choice)
     return choice
-
-
-def faster_dtype(device: torch.device) -> str:
-    """The dtype in which a device multiplies matrices of many rows faster: some CPUs compute in bfloat16, others
-    emulate it."""
-    if device.type == "cuda":
-        return "bfloat16"
-    seconds = {}
-    for name in ("float32", "bfloat16"):
-        matrix, runs = torch.randn(512, 1024, dtype=getattr(torch, name)), []
-        for _ in range(5):
-            began = perf_counter()
-            matrix @ matrix.T
-            runs.append(perf_counter() - began)
-        seconds[name] = min(runs)
-    return min(seconds, key=lambda name: seconds[name])
 
 
 def _fastest(sample: list[nn.Linear], names: Sequence[str | torch.dtype]) -> str | torch.dtype:

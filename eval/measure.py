@@ -119,34 +119,22 @@ def _mark(tensor: torch.Tensor) -> Any:
     return event
 
 
-class _FirstTokenClock(BaseStreamer):
-    """Notes when the first new token of every row is there."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []  # of the prompt, then of the first tokens
-
-    def put(self, value: torch.Tensor) -> None:
-        if len(self.moments) < 2:
-            self.moments.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 class _Pausing(BaseStreamer):
     """Passes tokens on to a streamer, and then lets others use the model, but not before the first forward."""
 
-    def __init__(self, streamer: BaseStreamer, counter: ForwardCounter, between: Callable[[], None]):
+    def __init__(self, streamer: BaseStreamer | None, counter: ForwardCounter, between: Callable[[], None]):
         self.streamer, self.counter, self.between = streamer, counter, between
 
     def put(self, value: torch.Tensor) -> None:
-        self.streamer.put(value)
+        if self.streamer:
+            self.streamer.put(value)
         if self.counter.forwards:
             with self.counter.paused():
                 self.between()
 
     def end(self) -> None:
-        self.streamer.end()
+        if self.streamer:
+            self.streamer.end()
 
 
 @dataclass(frozen=True)
@@ -158,11 +146,8 @@ class Decoding:
     forwards: int  # that the prompt took part in, the prefill included
     token_instances: int  # tokens that went through the model after the prompt
     seconds: float  # of `generate`; in a batch, an equal share of them
-    forward_seconds: float = 0.0  # the part of them inside the model's forward
-    first_token_seconds: float = 0.0  # from the call until every prompt of the batch has its first token
     drafted_by_depth: Sequence[int] = ()  # drafts that were checked, by their place in their run
     accepted_by_depth: Sequence[int] = ()  # those of them that passed
-    peak_bytes: int = 0  # of CUDA memory that `generate` took beyond what was held before
 
 
 @dataclass(frozen=True)
@@ -240,28 +225,18 @@ def decode_call(
     if own.get("strategy") == "ar" and not isinstance(model, WeDLMGenerationMixin):
         del own["strategy"]  # which a stock model knows no other of
     untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
-    clock = None if streamer else _FirstTokenClock()
     if seed is not None:
         torch.manual_seed(seed)
-    is_cuda = model.device.type == "cuda"
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(model.device)
-        held = torch.cuda.memory_allocated(model.device)
     flags = {} if "generation_config" in options else {"return_dict_in_generate": True}  # one of them asks for it
     with ForwardCounter(model, note) as counter:
-        stream: Any = streamer or clock
-        stream = _Pausing(stream, counter, between) if between else stream
+        stream = _Pausing(streamer, counter, between) if between else streamer
         output = untyped.generate(**inputs, tokenizer=tokenizer, streamer=stream, **flags, **own)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
     answers = [row["tokens"] for row in rows]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(rows)
-    times: dict[str, Any] = {
-        "seconds": counter.moments[-1] / len(prompts),
-        "forward_seconds": sum(counter.spans) / len(prompts),
-        "first_token_seconds": clock.moments[1] - counter.entered if clock else 0.0,
-        "peak_bytes": torch.cuda.max_memory_allocated(model.device) - held if is_cuda else 0,
-    }
-    return [Decoding(text=text, **row, **times) for text, row in zip(texts, rows, strict=True)], output, counter
+    share = counter.moments[-1] / len(prompts)
+    decodings = [Decoding(text=text, **row, seconds=share) for text, row in zip(texts, rows, strict=True)]
+    return decodings, output, counter
 
 
 def _counts(

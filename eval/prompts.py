@@ -90,33 +90,6 @@ def read_tasks(folder: Path) -> list[Prompt]:
     return read_prompts(path.name, path.read_text(encoding="utf-8"))
 
 
-def split_prompts(
-    prompts: Sequence[Prompt], most_tuning: int | None = None, most_others: int | None = None
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to choose settings on, and others to check them on; no prompt is among both. Those of each task are
-    shared out evenly along the file, half of them to each side, but at most `most_tuning` to the first one and
-    `most_others` to the second. Repeated ones are left out. Raises `ValueError` if some are wanted to choose settings
-    on, and no task has two different prompts."""
-    different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in different:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    tuning: list[Prompt] = []
-    others: list[Prompt] = []
-    for group in by_task.values():
-        count = len(group)
-        first = min(count // 2, count if most_tuning is None else most_tuning)
-        chosen = {index for index in range(count) if (index + 1) * first // count > index * first // count}
-        tuning += [group[index] for index in sorted(chosen)]
-        others += [prompt for index, prompt in enumerate(group) if index not in chosen][:most_others]
-    if not tuning and most_tuning != 0:
-        raise ValueError(
-            "It takes two different prompts of a task at least, one to choose settings on and one to check them, got "
-            f"{len(different)} in {len(by_task)} task{'s' if len(by_task) > 1 else ''}."
-        )
-    return tuning, others
-
-
 def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bool = False) -> Prompt:
     """The prompt with its tokens, by the chat template or, if `raw`, as it is. Raises `ValueError` where they leave no
     room for an answer in the model's context, for a raw conversation, and for one that the chat template refuses."""

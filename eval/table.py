@@ -24,21 +24,17 @@ from .prompts import Prompt
 RESAMPLES = 1000
 LEAST_PROMPTS = 6  # fewer give no standard error
 
-SUMS = ["quality", "same", "new_tokens", "forwards", "token_instances", "seconds", "forward_seconds"]
+SUMS = ["quality", "same", "new_tokens", "forwards", "token_instances", "seconds"]
 COUNTED = ["quality", "same", "tokens_per_forward", "prefix_cacheability"]
 SHORT = ["tokens_per_forward", "tokens_per_second", "speed", "same"]
-TIMED = ["tokens_per_second", "speed", "own_cost"]
+TIMED = ["tokens_per_second", "speed"]
 
 TITLES = {
-    "batch_size": "batch size",
     "tokens_per_forward": "tokens per forward",
     "prefix_cacheability": "prefix cacheability",
     "tokens_per_second": "tokens/s",
     "speed": "speed against AR",
-    "first_token_seconds": "ms to first token",
-    "own_cost": "own cost",
     "same": "same answers",
-    "peak_bytes": "peak MiB",
     "loss": "largest loss",
 }
 """Columns in words, for tables and axes; other names are words already."""
@@ -46,11 +42,8 @@ TITLES = {
 FORMATS = {
     "quality": (100, ".1f", " %"),
     "same": (100, ".0f", " %"),
-    "own_cost": (100, ".0f", " %"),
     "tokens_per_second": (1, ".0f", ""),
     "speed": (1, ".2f", "×"),
-    "first_token_seconds": (1000, ".1f", ""),
-    "peak_bytes": (2**-20, ".1f", ""),
     "loss": (1, ".1f", ""),
 }
 """Factor, format and unit; of other names, two digits."""
@@ -83,10 +76,8 @@ def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES) -> dict[str, pd
         for name in wide.columns.get_level_values(0).unique()
     }
     made = {name: sums[name] / count for name in ("quality", "same") if name in sums} | rates(sums)
-    if "seconds" in sums:
-        if AR in sums["seconds"]:
-            made["speed"] = made["tokens_per_second"].div(made["tokens_per_second"][AR], axis=0)
-        made["own_cost"] = sums["seconds"] / sums["forward_seconds"] - 1
+    if "seconds" in sums and AR in sums["seconds"]:
+        made["speed"] = made["tokens_per_second"].div(made["tokens_per_second"][AR], axis=0)
     return made
 
 

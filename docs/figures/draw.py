@@ -1,4 +1,4 @@
-"""Draws the figures of docs/how-it-works.md, in light and dark, from what the code computes.
+"""Draws the figures of docs/start.md, in light and dark, from what the code computes.
 
 python docs/figures/draw.py
 """

@@ -135,7 +135,7 @@ def _judged(rows: pd.DataFrame, model: WeDLMForCausalLM, prompts: Sequence[Promp
 def tabulate(rows: pd.DataFrame, is_greedy: bool) -> pd.DataFrame:
     """Numbers and their standard errors by (decoder, task), of all tasks first; `loss` is points of quality lost to
     AR. Samples are not compared with AR's."""
-    names = [name for name in (*COUNTED, *TIMED) if name != "own_cost" and (is_greedy or name != "same")]
+    names = [name for name in (*COUNTED, *TIMED) if is_greedy or name != "same"]
     rows = mark_same(rows)
     table = summarise(rows, names).assign(task=ALL_TASKS).set_index("task", append=True)
     if rows["task"].nunique() > 1:

@@ -150,20 +150,6 @@ def test_a_matrix_without_whole_groups_gets_more_bits():
     assert model.model.layers[0].self_attn.q_proj.bits == 8 and model.model.layers[0].mlp.down_proj.bits == 4
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_verified_text_is_ars_on_the_same_packed_layers(bits, rows):
-    from wedlm_hf import add_mask_adapter
-
-    model = pack(tiny(), bits)
-    add_mask_adapter(model)
-    for seed in range(4):
-        ids = torch.randint(3, 97, (rows, 7), generator=torch.Generator().manual_seed(seed))
-        options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-        verified = model.generate(ids, strategy="wedlm", verification="exact", window_size=4, **options)
-        assert verified.equal(model.generate(ids, **options))
-
-
 @pytest.mark.parametrize("name", PACKINGS)
 def test_each_format_reaches_the_models_of_commands(tmp_path, name):
     model, _ = LoadingOptions(dtype=name, device="cpu").load(str(write_checkpoint(tmp_path)))

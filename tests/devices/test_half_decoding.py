@@ -66,11 +66,10 @@ def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, atten
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=SLOW), torch.float16])
 @pytest.mark.parametrize("name", FILLED | DECODERS)
-def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(name, dtype, attention):
+def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(name, attention):
     # `finfo.min` plus a negative score is -inf in float16, and scores of 400 times their size come near its end.
-    model, _ = pair_of(dtype, attention, name in ADAPTED, sharpness=400.0)
+    model, _ = pair_of(torch.float16, attention, name in ADAPTED, sharpness=400.0)
     options = (FILLED | DECODERS)[name] | {"output_logits": True, "eos_token_id": None, "max_new_tokens": 12}
     output, rows = generate(model, PROMPTS, **options)
     assert all(logits.isfinite().all() for logits in output.logits) and all(len(row) == 12 for row in rows)

@@ -50,8 +50,7 @@ def test_another_metric_and_another_model_take_their_places(asked, tmp_path, mon
     numbers = [Prompt.of(f"Count {index}", answers=(f"The answer is {index}.",)) for index in range(6)]
     monkeypatch.setattr(comparing, "measure", lambda model, tokenizer, encoded, decoders, **_: [
         {"decoder": name, "prompt": place, "right": prompt.score(f"{place} or {place}"), "new_tokens": 4,
-         "forwards": 4, "token_instances": 3, "seconds": 1.0 + (options.get("model") is other),
-         "forward_seconds": 1.0}
+         "forwards": 4, "token_instances": 3, "seconds": 1.0 + (options.get("model") is other)}
         for name, options in decoders.items() for place, prompt in enumerate(encoded)
     ])  # fmt: skip
     first, second = compare(model, tokenizer, numbers, decoders, metric="number")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import against_llama_cpp
-import given_costs
 import gpu_hour
 import gpu_results
 import nbformat
@@ -48,9 +47,6 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     save_mask_adapter(base, folders[1])
     prompts.write_text('{"prompt": "count to ten"}\n' * 2)
     capsys.readouterr()
-    given_costs.main(folders[0], prompts, [folders[1]] * 2, count=1, max_new_tokens=8)
-    *_, first, again = capsys.readouterr().out.splitlines()
-    assert first == again and all(float(each) > 0.5 for each in first.split("|")[3:5])
     training_methods.replay(folders[0], prompts, [folders[1]] * 2, max_new_tokens=8)
     header, _, first, again = capsys.readouterr().out.splitlines()
     assert "branch 4" in header and first == again and all(float(each) >= 1 for each in first.split("|")[3:-1])

@@ -222,7 +222,7 @@ def test_the_fastest_within_the_allowed_loss_is_picked_by_the_task_that_loses_mo
         return [
             {"decoder": name, "prompt": index, "repeat": 0, "task": "ab"[index % 2], "tokens": [index], "right": None,
              "quality": quality[index % 2], "new_tokens": 20, "forwards": forwards, "token_instances": 19,
-             "seconds": 1.0, "forward_seconds": 0.5}
+             "seconds": 1.0}
             for index in range(8)
         ]  # fmt: skip
 
@@ -240,7 +240,7 @@ def test_tasks_may_have_any_name(tmp_path):
     tasks = ["a|b", r"$\frac{$", "_hidden", "<b>&</table>"]
     measured = [
         {"decoder": name, "prompt": place, "repeat": 0, "task": task, "tokens": [1], "quality": 1.0, "new_tokens": 2,
-         "forwards": 2, "token_instances": 1, "seconds": 1.0, "forward_seconds": 0.5}
+         "forwards": 2, "token_instances": 1, "seconds": 1.0}
         for name in DECODERS for place, task in enumerate(tasks)
     ]  # fmt: skip
     table = tabulate(pd.DataFrame(measured), is_greedy=True)
