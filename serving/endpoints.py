@@ -31,6 +31,7 @@ MOST_CHARACTERS = 2**24  # of a prompt, and bytes of a body, whatever the contex
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 LONGEST_ESCAPE = 12  # bytes of a character in JSON
 MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
+UNCHECKED = "a mask adapter gives drafts, which make no text unless 'exact' checks them."
 GRAMMARS = 4  # that are kept; a large one takes 50 MB
 
 
@@ -163,8 +164,14 @@ class Endpoint:
             Asked(prompt, self._config(request, prompt), settings, **rest | more)
             for prompt, more in self._prompts(request)
         ]
+        if not is_ordered and self.served.model.has_mask_adapter:
+            raise RequestError(f"`verification`: {UNCHECKED}", param="verification")
         needs = {
             "logprobs": request.likeliest is not None,
+            "frequency_penalty": request.frequency_penalty,
+            "repetition_penalty": request.repetition_penalty not in (None, 1),
+            "no_repeat_ngram_size": request.no_repeat_ngram_size,
+            "logit_bias": request.logit_bias,
             "tool_choice": getattr(request, "must_call", False),
             "response_format": any(each.grammar for each in asked),
         }

@@ -7,7 +7,7 @@ ignored in silence. Fields on which no answer depends are accepted, and so is a 
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -205,6 +205,10 @@ class _Message(_Open):
     def _text_of(cls, content: Any) -> Any:
         try:
             if isinstance(content, list):
+                known = get_args(_Part.model_fields["type"].annotation)
+                for number, part in enumerate(content):
+                    if isinstance(part, dict) and (kind := part.get("type", "text")) not in known:
+                        raise ValueError(f"its part {number} is of the type {kind!r:.40}, but this server reads text")
                 return " ".join(part.text or part.refusal for part in map(_Part.model_validate, content))
         except ValidationError:
             content = None

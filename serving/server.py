@@ -28,9 +28,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from uvicorn.config import LOGGING_CONFIG
 
+from ..eval.decoders import AR, EXACT, decoder_of
 from ..generation.settings import SETTING_NAMES
 from .calls import Answer, CallManager, RequestError, as_request_error, log
-from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
+from .endpoints import UNCHECKED, ChatEndpoint, Endpoint, ServedModel, TextEndpoint
 from .items import ItemsEndpoint
 from .page import page
 from .page.page import Replays
@@ -136,7 +137,7 @@ def build_app(
     if api_key == "":
         raise ValueError("The API key must not be empty.")
     served = _served(name, model, tokenizer, settings)
-    app = FastAPI(title="wedlm serve")
+    app = FastAPI(title="wedlm serve", docs_url=None, redoc_url=None)  # whose pages load from elsewhere
     app.state.desk = Desk(served, CallManager(model))
     _add_routes(app, app.state.desk, served)
     _add_page(app, app.state.desk)
@@ -160,6 +161,8 @@ def _served(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> 
     """The model under its name. Raises `ValueError` for settings that it cannot honour, and for a slow tokenizer."""
     if not tokenizer.is_fast:
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
+    if model.has_mask_adapter and decoder_of(settings, model) not in (AR, EXACT):
+        raise ValueError(f"`verification`: {UNCHECKED}")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
     first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
     trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}

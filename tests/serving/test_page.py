@@ -528,6 +528,11 @@ def test_the_page_offers_the_decoders_that_suit_the_model(server):
         )
         *_, last = replayed(adapted, {"prompt": "1, 2", "max_tokens": 5})
         assert len(last["trace"]["recordings"][0]["runs"][0]["tokens"]) == 5
+        with pytest.raises(urllib.error.HTTPError) as refused:  # what nothing checks would be no text
+            post(adapted, {"prompt": "1, 2", "verification": "none"}, "v1/completions")
+        assert json.load(refused.value)["error"]["param"] == "verification"
+    with pytest.raises(ValueError, match="gives drafts, which make no text unless 'exact' checks them"):
+        Server(model, tokenizer, {"strategy": "wedlm", "verification": "none"}).__enter__()
     found = about(server)
     assert [*found["decoders"]] == ["ar", "block", "wedlm", "wedlm+exact"] and found["is_toy"]
     assert found["decoders"]["wedlm"]["settings"]["window_size"] == 6  # the checkpoint's own
