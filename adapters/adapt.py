@@ -323,6 +323,8 @@ class _Run:
     def _check_answers(self, count: AnswerCount) -> None:
         """Raises `ValueError` where there are none; says so where none of them ended."""
         if not count.answers:
+            self.state.answer_seconds = 0.0  # nothing came of them
+            self.save_state()
             raise ValueError(
                 f"{self.config.minutes:g} minutes are too few for a batch of answers on this machine. The same call "
                 f"with `--minutes {math.ceil(4 * (self.config.minutes or 0))}` or more goes on."

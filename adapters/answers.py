@@ -46,6 +46,7 @@ Benefits of|History of
     .split("|")
 )
 _DRAWN_FROM = 200  # likeliest tokens; from all of them, a small model would draw gibberish
+_FIRST = 8  # answers of the first batch, at least
 _EMPTY_BATCHES = 5  # after so many batches in a row without an answer, it gives up
 _USER = "\N{WHITE STAR}user\N{WHITE STAR}"  # stands for the user's text while the chat template is taken apart
 
@@ -309,7 +310,9 @@ class _Writer:
             batches = -(-len(self.rows) // size)
             rows, greedy = self.rows[number % batches * size :][:size], number < batches
         else:
-            drawn, greedy = self.draw(random.Random(f"{self.config.seed} {number}")), number % 2 == 0
+            # On a slow machine the minutes may end within the first batch: a small one leaves some answers.
+            size = min(size, max(_FIRST, size // 6)) if number == 0 else size
+            drawn, greedy = self.draw(random.Random(f"{self.config.seed} {number}"), size * 3 // 2), number % 2 == 0
             rows = [row for row in dict.fromkeys(drawn) if row not in known][:size]
         self.answers_begin = max(map(len, rows), default=0)
         texts = self._continue(rows, limit, None if greedy else self.config.temperature) if rows else []
@@ -320,12 +323,11 @@ class _Writer:
             if len(text) > 3
         ]
 
-    def draw(self, rng: random.Random) -> list[tuple[int, ...]]:
+    def draw(self, rng: random.Random, count: int) -> list[tuple[int, ...]]:
         """Prompts that the model writes itself: user turns that begin with a starter and that it ends in time."""
         template, most = self.template, self.config.max_prompt_tokens
         # Without a template and a BOS token, nothing stands before the starter.
         share = 0.9 if template.encode(template.before) else 1.0
-        count = self.config.batch_size * 3 // 2
         starts = [rng.choice(STARTERS) if rng.random() < share else "" for _ in range(count)]
         begun = [template.encode(template.before + start) for start in starts]
         drawn = self._continue(begun, max(8, most // 3), temperature=1.0, top_k=_DRAWN_FROM)

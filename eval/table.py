@@ -202,6 +202,8 @@ def _notes(found: pd.DataFrame, measured: pd.DataFrame) -> list[str]:
         better = (
             "the adapter gains more" if speed[EXACT] > speed[LOOKUP] else "prompt lookup gains as much or more so far"
         )
+        if max(speed[EXACT], speed[LOOKUP]) <= 1:
+            better = "neither gains here so far"
         notes.append(
             f"Prompt lookup, which needs no adapter: {speed[LOOKUP]:.2f} times the speed of AR on these prompts; "
             f"verified decoding: {speed[EXACT]:.2f} times. So {better}."

@@ -12,7 +12,7 @@ from ..console.progress import track
 from .collator import DataCollatorForDualStreamMasking
 from .streams import IGNORE_INDEX
 
-READY = 0.9  # share of answers
+READY, LEAST_PROMPTS = 0.9, 10  # share of answers, and how many there must be
 
 
 def evaluation_sums(
@@ -61,7 +61,8 @@ def decode(
 ) -> dict[str, float]:
     """Answers prompts greedily, one at a time: `tokens_per_forward` with verification, where rows cost nothing; and of
     the paper's decoder, with the model's own settings, `unverified_tokens_per_forward` and the share of its answers
-    that are AR decoding's, `unverified_as_ar`. Shows its progress under a title, if one is given."""
+    that are AR decoding's, `unverified_as_ar`; and how many there are, `decoded_prompts`. Shows its progress under a
+    title, if one is given."""
     sums = dict.fromkeys(("tokens", "forwards", "free_tokens", "free_forwards", "same"), 0)
     how = {"strategy": "wedlm", "do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": max_new_tokens}
     how |= {"return_dict_in_generate": True}
@@ -79,10 +80,13 @@ def decode(
         "tokens_per_forward": sums["tokens"] / max(sums["forwards"], 1),
         "unverified_tokens_per_forward": sums["free_tokens"] / max(sums["free_forwards"], 1),
         "unverified_as_ar": sums["same"] / max(len(prompts), 1),
+        "decoded_prompts": float(len(prompts)),
     }
 
 
 def masks_are_ready(metrics: Mapping[str, float], prefix: str = "") -> bool:
-    """Whether masks need no verification any more: nine of ten answers are AR's, in fewer forwards."""
-    same, tokens = (metrics[prefix + name] for name in ("unverified_as_ar", "unverified_tokens_per_forward"))
-    return same >= READY and tokens > 1
+    """Whether masks need no verification any more: nine of ten answers are AR's, in fewer forwards, of at least
+    [`LEAST_PROMPTS`]."""
+    names = ("unverified_as_ar", "unverified_tokens_per_forward", "decoded_prompts")
+    same, tokens, count = (metrics[prefix + name] for name in names)
+    return same >= READY and tokens > 1 and count >= LEAST_PROMPTS

@@ -83,7 +83,7 @@ class WeDLMSFTConfig(SFTConfig):
     num_copies: int = setting(1, "Prediction copies of one memory stream (paper: 1).")
     num_eos: int = setting(8, "End tokens after a response (released code).")
     ar_weight: float = setting(1.0, "a, weight of the AR loss (released code; Eq. 10).")
-    eval_decoding_samples: int = setting(4, "Prompts of the evaluation set that each evaluation decodes; 0 for none.")
+    eval_decoding_samples: int = setting(10, "Prompts of the evaluation set that each evaluation decodes; 0 for none.")
     eval_decoding_tokens: int = setting(128, "Most new tokens of each of these answers.")
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .cpu import cpu_note
-from .metrics import masks_are_ready
+from .metrics import LEAST_PROMPTS, masks_are_ready
 from .model import check_source
 from .progress import RunProgress, draw_curve
 from .rows import load
@@ -212,6 +212,8 @@ def verdict(metrics: dict[str, float]) -> str:
         free = metrics["eval_unverified_tokens_per_forward"]
         return f"The masks are ready: {about}, {free:.1f} without verification, by which commands now decode."
     same = f"{metrics['eval_unverified_as_ar']:.0%} of the answers without verification are AR's"
+    if (count := metrics["eval_decoded_prompts"]) < LEAST_PROMPTS:
+        same += f" (of {count:.0f}, and {LEAST_PROMPTS} would tell whether masks are ready)"
     advice = "train on: the masks learn later than the rest"
     if tokens >= TRAIN_ON:
         advice = "more training makes it faster, and so does a mask adapter on it (`wedlm adapt`)"

@@ -49,7 +49,8 @@ class Report:
         best = f"`{self.picked}`" if self.picked else "none"
         return (
             f"# {self.about['model']}\n\n{as_markdown(self.texts)}\n{_WORDS}\n\n{notes}"
-            f"- Fastest unverified setting that keeps AR's quality: {best}.\n\n## How it was measured\n\n{about}"
+            f"- Streaming setting with the most tokens per forward that keeps AR's quality: {best}.\n\n"
+            f"## How it was measured\n\n{about}"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -88,6 +88,18 @@ def test_a_model_without_template_and_bos_writes_prompts_too(nano, tmp_path):
     assert last.answers and all(writing.STARTERS)
 
 
+def test_the_first_batch_that_a_model_asks_itself_is_a_small_one(nano, tmp_path, monkeypatch):
+    def draw(writer: Any, rng: Any, count: int) -> list[tuple[int, ...]]:
+        drawn.append(count)
+        return [writer.template.prompt(f"Sort {rng.random()} {number}") for number in range(count)]
+
+    drawn: list[int] = []
+    monkeypatch.setattr(writing._Writer, "draw", draw)
+    config = AnswerConfig(batch_size=48, max_new_tokens=4)
+    *_, last = islice(write_answers(nano[0], nano[1], tmp_path / "answers.jsonl", None, config), 4)
+    assert drawn[:2] == [12, 72] and last.answers > 8
+
+
 def test_a_model_that_answers_nothing_is_named_and_so_are_prompts_that_are_all_too_long(tmp_path):
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(4, 320))

@@ -160,11 +160,13 @@ def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goe
     machine = Machine(2.0, 0.1)
     with pytest.raises(ValueError, match=r"^0\.02 minutes are too few for a batch of answers .* `--minutes 1` or"):
         adapted(tmp_path, machine, monkeypatch, minutes=0.02)
+    state = json.loads((tmp_path / "out" / "work" / "state.json").read_text())
+    assert state["answer_seconds"] == 0  # what came to nothing does not count
     assert adapted(tmp_path, machine, monkeypatch, minutes=10)["answers"] > 0
 
 
 def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch):
-    def draw(writer: Any, rng: Any) -> list[tuple[int, ...]]:
+    def draw(writer: Any, rng: Any, count: int) -> list[tuple[int, ...]]:
         machine.now += 50
         return [writer.template.prompt(f"Sort {number}") for number in range(10, 14)]
 

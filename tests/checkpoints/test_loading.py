@@ -105,6 +105,10 @@ def test_a_folder_without_its_files_or_with_pickled_weights_is_refused(checkpoin
             load(checkpoint)
     with pytest.raises(FileNotFoundError, match=r"it has no weights\.gguf"):
         find_checkpoint(checkpoint, file="weights.gguf")
+    (checkpoint / "work").mkdir()
+    (checkpoint / "work" / "adapt.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="`wedlm adapt` has not finished there; the same command goes on"):
+        load_model(checkpoint)
 
 
 def test_peft_loads_the_folder_of_a_mask_adapter_with_its_base(original, tmp_path):

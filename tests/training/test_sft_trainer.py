@@ -327,14 +327,24 @@ def test_evaluation_decodes_prompts_as_a_user_would_and_says_whether_the_masks_a
     same = [torch.equal(a.sequences, b.sequences) for a, b in zip(*outputs.values(), strict=True)]
     assert metrics["eval_unverified_as_ar"] == sum(same) / 3
     trainer.save_model()
+    assert metrics["eval_decoded_prompts"] == 3
     assert json.loads((tmp_path / "generation_config.json").read_text())["masks_ready"] is False
 
 
+def test_masks_that_were_ready_are_not_once_they_are_trained_on(tmp_path):
+    model = tiny_model()
+    model.generation_config.masks_ready = True
+    trainer_on(tmp_path, model=model, max_steps=1).train()
+    assert model.generation_config.masks_ready is False
+
+
 @pytest.mark.parametrize(
-    ("same", "tokens", "ready"), [(1.0, 2.0, True), (0.9, 1.1, True), (0.8, 9.0, False), (1.0, 1.0, False)]
+    ("same", "tokens", "count", "ready"),
+    [(1.0, 2.0, 10, True), (0.9, 1.1, 30, True), (0.8, 9.0, 30, False), (1.0, 1.0, 30, False), (1.0, 9.0, 9, False)],
 )
-def test_masks_are_ready_where_nine_of_ten_answers_are_ars_in_fewer_forwards(same, tokens, ready):
-    assert masks_are_ready({"unverified_as_ar": same, "unverified_tokens_per_forward": tokens}) is ready
+def test_masks_are_ready_where_nine_of_ten_answers_are_ars_in_fewer_forwards(same, tokens, count, ready):
+    found = {"unverified_as_ar": same, "unverified_tokens_per_forward": tokens, "decoded_prompts": count}
+    assert masks_are_ready(found) is ready
 
 
 def test_trls_own_trainer_says_which_one_to_take(tmp_path):
