@@ -17,7 +17,7 @@ from .fused import fuse
 from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .matrices import multiply as multiply  # 16-bit matrices that belong to no layer
 from .matrices import pack_matrix as pack_matrix
-from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, take_hooks
+from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, RowLinear, take_hooks
 from .remembered import remembered
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,9 @@ def _pack(model: nn.Module, bits: int) -> None:
                 for parent, name in found:
                     setattr(parent, name, module)
     _use_fused_norms(model.float().requires_grad_(False))
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = RowLinear
     fuse(model)
     model.packed_in = bits  # type: ignore[assignment]
     guard.remove()

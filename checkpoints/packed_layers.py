@@ -14,6 +14,19 @@ HOOKS = (
 )  # fmt: skip
 
 
+class RowLinear(nn.Linear):
+    """An `nn.Linear` beside packed ones, such as a LoRA's, whose rows have the same bits whatever stands beside them.
+
+    As one product, some CPUs' float32 kernels round a row by how many there are, and layers of few bits magnify that.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` to `(..., out_features)`, each row by a product of its own."""
+        rows = input.reshape(-1, 1, self.in_features)
+        found = torch.bmm(rows, self.weight.T.expand(len(rows), -1, -1)).view(*input.shape[:-1], self.out_features)
+        return found if self.bias is None else found + self.bias
+
+
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weights are held once, in one of the [`FORMATS`].
 

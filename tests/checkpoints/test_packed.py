@@ -272,13 +272,24 @@ def test_what_needs_the_weights_of_a_packed_model_or_moves_it_by_halves_is_told_
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 
 
+def test_each_row_of_a_lora_beside_packed_layers_has_the_bits_that_it_has_alone():
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False, lora_bias=True)
+    layer = pack(get_peft_model(stock_model(), config).eval()).base_model.model.model.layers[0].mlp.down_proj
+    rows = torch.randn(40, layer.in_features)
+    alone = torch.cat([layer(row) for row in rows[:, None]])
+    assert all(layer(rows[:count]).equal(alone[:count]) for count in range(1, 41))
+    down, up = layer.lora_A["default"], layer.lora_B["default"]
+    expected = (rows[None] @ down.weight.T) @ up.weight.T + up.bias
+    torch.testing.assert_close(up(down(rows[None])), expected)
+
+
 def test_of_layers_with_a_lora_the_base_is_packed():
     model = get_peft_model(stock_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
     expected = logits_of(model)
     pack(model)
     torch.testing.assert_close(logits_of(model), expected, atol=2e-3, rtol=1e-3)
     layer = model.base_model.model.model.layers[0].mlp.up_proj
-    assert isinstance(layer.base_layer, PackedLinear) and type(layer.lora_A["default"]) is nn.Linear
+    assert isinstance(layer.base_layer, PackedLinear) and isinstance(layer.lora_A["default"], nn.Linear)
     with pytest.raises(AttributeError, match="has no `weight`"):
         model.merge_and_unload()
 
