@@ -27,7 +27,7 @@ from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
 from ..console.progress import Show, stage
 from ..generation.state import keeps_state
-from ..training.cpu import bf16_speedup
+from ..training.cpu import FASTER, bf16_speedup
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
 from .adapter_files import WEIGHTS_NAME, MaskAdapterSettings, base_of, compare_bases
@@ -190,8 +190,9 @@ class _Run:
             )
         if self.state_file.exists():
             self.state = _State(**_read(self.state_file, {each.name for each in fields(_State)}))
-        is_bf16 = self.device.type == "cuda" or bf16_speedup() > 1
-        self.state.dtype = self.state.dtype or ("bfloat16" if is_bf16 else "float32")
+        if not self.state.dtype:
+            is_bf16 = self.device.type == "cuda" or bf16_speedup() > FASTER
+            self.state.dtype = "bfloat16" if is_bf16 else "float32"
         load_config_dict(self.base, revision=config.revision, gguf_file=config.gguf_file)
         self.tokenizer = load_tokenizer(self.base, revision=config.revision, gguf_file=config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())

@@ -46,7 +46,7 @@ Benefits of|History of
     .split("|")
 )
 _DRAWN_FROM = 200  # likeliest tokens; from all of them, a small model would draw gibberish
-_FIRST = 8  # answers of the first batch, at least
+_FIRST = 8  # prompts of the first batch, or a sixth of `batch_size` if that is more
 _EMPTY_BATCHES = 5  # after so many batches in a row without an answer, it gives up
 _USER = "\N{WHITE STAR}user\N{WHITE STAR}"  # stands for the user's text while the chat template is taken apart
 

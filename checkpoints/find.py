@@ -34,7 +34,7 @@ def find_checkpoint(
             is_other = file == CONFIG_FILE and is_adapter(name)
             how = "a LoRA is merged first (`wedlm merge`, or `merge_and_unload` of PEFT)"
             why = f"it holds an adapter, not a model; {how}" if is_other else f"it has no {file}"
-            if Path(name, "work", "adapt.json").is_file() and not is_other:
+            if Path(name, "work", "adapt.json").is_file() and not is_adapter(name):
                 why = "`wedlm adapt` has not finished there; the same command goes on"
             raise FileNotFoundError(f"There is no {kind} in {name!r}: {why}.")
         return options | {"local_files_only": True}

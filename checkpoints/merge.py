@@ -78,7 +78,7 @@ def merge_adapter(model: Any, adapter: str | os.PathLike[str]) -> Any:
     if is_untied:
         _tie(merged)
     if getattr(merged.generation_config, "masks_ready", False):
-        merged.generation_config.masks_ready = False  # those of the model without the adapter were
+        merged.generation_config.masks_ready = False  # it was said of the base
     return merged.requires_grad_(True)  # PEFT had frozen the weights
 
 

@@ -129,7 +129,7 @@ class LoadingOptions:
         how: dict[str, Any] = {"dtype": own.dtype, "device": device, "any_base": own.any_base}
         model, tokenizer = load_adapted(source, own.adapter, **how, needs_masks=needs_masks)
         stored = model.generation_config
-        is_ready = getattr(stored, "masks_ready", False) and not hasattr(model, "peft_config")  # of the base alone
+        is_ready = getattr(stored, "masks_ready", False) and not hasattr(model, "peft_config")  # said of the base
         if getattr(stored, "verification", None) is None and not is_ready:
             stored.verification = "exact"  # a checkpoint says that its masks are ready, or a person asks
         if own.threads is None:

@@ -126,20 +126,20 @@ class _Pausing(BaseStreamer):
         self.streamer, self.counter, self.between = streamer, counter, between
 
     def put(self, value: torch.Tensor) -> None:
-        if self.streamer:
+        if self.streamer is not None:
             self.streamer.put(value)
         if self.counter.forwards:
             with self.counter.paused():
                 self.between()
 
     def end(self) -> None:
-        if self.streamer:
+        if self.streamer is not None:
             self.streamer.end()
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The answer to one prompt, and its cost; 0 is what is not known."""
+    """The answer to one prompt, and its cost."""
 
     tokens: list[int]  # new ones, the end token included
     text: str  # without special tokens

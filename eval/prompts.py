@@ -56,7 +56,7 @@ def read_prompts(name: str, text: str) -> list[Prompt]:
         row.fields.get("messages") or [{}] for row, prompt in zip(rows, prompts, strict=True) if not prompt.answers
     ]
     if any(chat[-1].get("role") == "assistant" for chat in chats):
-        logger.warning(f"{name}: the replies in `messages` are not what answers are compared with: add an `answer`.")
+        logger.warning(f"{name}: answers are not compared with the replies in `messages`: give rows an `answer`.")
     with_answer = {bool(prompt.answers): row for row, prompt in zip(rows[::-1], prompts[::-1], strict=True)}
     if len(with_answer) == 2:
         there = with_answer[True].line

@@ -199,11 +199,11 @@ def _notes(found: pd.DataFrame, measured: pd.DataFrame) -> list[str]:
     """What a [`speed_table`] says, in sentences: against prompt lookup, and how much prompts differ."""
     notes, speed = [], found["speed"]
     if LOOKUP in speed:
-        better = (
-            "the adapter gains more" if speed[EXACT] > speed[LOOKUP] else "prompt lookup gains as much or more so far"
-        )
+        better = "prompt lookup gains as much or more so far"
         if max(speed[EXACT], speed[LOOKUP]) <= 1:
             better = "neither gains here so far"
+        elif speed[EXACT] > speed[LOOKUP]:
+            better = "the adapter gains more"
         notes.append(
             f"Prompt lookup, which needs no adapter: {speed[LOOKUP]:.2f} times the speed of AR on these prompts; "
             f"verified decoding: {speed[EXACT]:.2f} times. So {better}."

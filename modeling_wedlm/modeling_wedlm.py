@@ -186,8 +186,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, T)`): tokens in physical order.
-            position_ids (`torch.LongTensor` of shape `(B, T)`): *logical* positions. They rotate queries and keys and
-                decide nothing else.
+            position_ids (`torch.LongTensor` of shape `(B, T)`): *logical* positions, for rotary embeddings alone.
             attention_mask (`torch.Tensor` of shape `(B, S + T)` or `(B, 1, T, S + T)`): padding; or a mask of one's
                 own, boolean (`True` is visible) or additive.
             labels (`torch.LongTensor` of shape `(B, T)`): alone, the parent's next-token loss; beside `targets`, the
@@ -210,7 +209,8 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs
         if targets is not None:
-            self.config.masks_trained |= self.training
+            if self.training:  # ready were the masks of other weights
+                self.config.masks_trained, self.generation_config.masks_ready = True, False  # type: ignore[attr-defined]
             return forward_with_targets(self, inputs, targets, loss_weights, labels, num_items_in_batch)
         if labels is not None:
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}

@@ -31,7 +31,7 @@ MOST_CHARACTERS = 2**24  # of a prompt, and bytes of a body, whatever the contex
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 LONGEST_ESCAPE = 12  # bytes of a character in JSON
 MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
-UNCHECKED = "a mask adapter gives drafts, which make no text unless 'exact' checks them."
+UNCHECKED = "a mask adapter gives drafts, which make no text unchecked: 'wedlm' takes 'exact', or take 'ar'."
 GRAMMARS = 4  # that are kept; a large one takes 50 MB
 
 
@@ -149,6 +149,9 @@ class Endpoint:
             check_tokens(name, getattr(request, name) or [], size)
         settings = with_asked(self.served.settings, settings_of(request), self.served.model)
         is_ordered = decoder_of(settings, self.served.model) in (AR, EXACT)
+        if not is_ordered and self.served.model.has_mask_adapter:
+            field = "strategy" if settings["strategy"] == "block" else "verification"
+            raise RequestError(f"`{field}`: {UNCHECKED}", param=field)
         looks_up = settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens
         if request.likeliest is not None and looks_up:
             message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
@@ -164,8 +167,6 @@ class Endpoint:
             Asked(prompt, self._config(request, prompt), settings, **rest | more)
             for prompt, more in self._prompts(request)
         ]
-        if not is_ordered and self.served.model.has_mask_adapter:
-            raise RequestError(f"`verification`: {UNCHECKED}", param="verification")
         needs = {
             "logprobs": request.likeliest is not None,
             "frequency_penalty": request.frequency_penalty,

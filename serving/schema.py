@@ -208,7 +208,7 @@ class _Message(_Open):
                 known = get_args(_Part.model_fields["type"].annotation)
                 for number, part in enumerate(content):
                     if isinstance(part, dict) and (kind := part.get("type", "text")) not in known:
-                        raise ValueError(f"its part {number} is of the type {kind!r:.40}, but this server reads text")
+                        raise ValueError(f"part {number} is of the type {kind!r:.40}, and only text is read here")
                 return " ".join(part.text or part.refusal for part in map(_Part.model_validate, content))
         except ValidationError:
             content = None

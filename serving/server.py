@@ -162,7 +162,7 @@ def _served(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> 
     if not tokenizer.is_fast:
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     if model.has_mask_adapter and decoder_of(settings, model) not in (AR, EXACT):
-        raise ValueError(f"`verification`: {UNCHECKED}")
+        raise ValueError(f"{decoder_of(settings, model)!r}: {UNCHECKED}")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
     first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
     trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}

@@ -120,7 +120,7 @@ class DynamicMaskingCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Gives the training data their own collator. How far the masks are is unknown from here on."""
+        """Gives the training data their own collator."""
         from accelerate.state import AcceleratorState  # which the collator does not need
 
         parallelism: Any = args.parallelism_config or AcceleratorState().parallelism_config
@@ -129,9 +129,6 @@ class DynamicMaskingCallback(TrainerCallback):
                 "Context and sequence parallelism cannot train a dual stream: they cut the sequence into pieces and "
                 "drop the attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
             )
-        settings: Any = getattr(kwargs.get("model"), "generation_config", None)
-        if getattr(settings, "masks_ready", False):
-            settings.masks_ready = False
         owner: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
         name = "collate_fn"
         if isinstance(owner.collate_fn, RemoveColumnsCollator):

@@ -12,7 +12,7 @@ from ..console.progress import track
 from .collator import DataCollatorForDualStreamMasking
 from .streams import IGNORE_INDEX
 
-READY, LEAST_PROMPTS = 0.9, 10  # share of answers, and how many there must be
+READY, LEAST_ANSWERS = 0.9, 10  # share of answers, and how many there must be
 
 
 def evaluation_sums(
@@ -85,8 +85,8 @@ def decode(
 
 
 def masks_are_ready(metrics: Mapping[str, float], prefix: str = "") -> bool:
-    """Whether masks need no verification any more: nine of ten answers are AR's, in fewer forwards, of at least
-    [`LEAST_PROMPTS`]."""
+    """Whether masks need no verification any more: of [`LEAST_ANSWERS`] or more, nine of ten are AR's, in fewer
+    forwards."""
     names = ("unverified_as_ar", "unverified_tokens_per_forward", "decoded_prompts")
     same, tokens, count = (metrics[prefix + name] for name in names)
-    return same >= READY and tokens > 1 and count >= LEAST_PROMPTS
+    return same >= READY and tokens > 1 and count >= LEAST_ANSWERS

@@ -11,12 +11,11 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from .collator import check_settings
-from .cpu import bf16_speedup
+from .cpu import FASTER, bf16_speedup
 from .streams import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
 
-FASTER = 1.2  # how many times as fast bfloat16 must be on a CPU, where it is not the default
 
 # Least values of settings that the parents take as they are, and what some must lie below.
 _FROM_ZERO = """

@@ -25,7 +25,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .cpu import cpu_note
-from .metrics import LEAST_PROMPTS, masks_are_ready
+from .metrics import LEAST_ANSWERS, masks_are_ready
 from .model import check_source
 from .progress import RunProgress, draw_curve
 from .rows import load
@@ -195,12 +195,12 @@ def results(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> dict[str, An
         "steps": trainer.state.global_step,
         "last": {name: logs[name] for name in names if name in logs},
         "evaluation": {name: value for name, value in evaluated.items() if name.startswith("eval_")},
-        "masks": verdict(metrics),
+        "masks": verdict(metrics, is_adapter=hasattr(trainer.model, "peft_config")),
         "base": str(trainer.model.config.name_or_path) if hasattr(trainer.model, "peft_config") else None,
     }
 
 
-def verdict(metrics: dict[str, float]) -> str:
+def verdict(metrics: dict[str, float], *, is_adapter: bool = False) -> str:
     """How far the masks are, and what follows from that."""
     if "eval_tokens_per_forward" not in metrics:
         return (
@@ -210,10 +210,14 @@ def verdict(metrics: dict[str, float]) -> str:
     about = f"{tokens:.1f} tokens per forward on held-out prompts"
     if masks_are_ready(metrics, "eval_"):
         free = metrics["eval_unverified_tokens_per_forward"]
-        return f"The masks are ready: {about}, {free:.1f} without verification, by which commands now decode."
+        how = "by which commands now decode"
+        if is_adapter:
+            how = "which `--verification none` asks for: an adapter cannot say that its masks are ready"
+        return f"The masks are ready: {about}, {free:.1f} without verification, {how}."
     same = f"{metrics['eval_unverified_as_ar']:.0%} of the answers without verification are AR's"
-    if (count := metrics["eval_decoded_prompts"]) < LEAST_PROMPTS:
-        same += f" (of {count:.0f}, and {LEAST_PROMPTS} would tell whether masks are ready)"
+    if (count := metrics["eval_decoded_prompts"]) < LEAST_ANSWERS:
+        more = "raise `--eval_share` or `--eval_decoding_samples`"
+        same += f" (of {count:.0f} answers; {LEAST_ANSWERS} would tell whether masks are ready: {more})"
     advice = "train on: the masks learn later than the rest"
     if tokens >= TRAIN_ON:
         advice = "more training makes it faster, and so does a mask adapter on it (`wedlm adapt`)"

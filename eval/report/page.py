@@ -49,7 +49,7 @@ class Report:
         best = f"`{self.picked}`" if self.picked else "none"
         return (
             f"# {self.about['model']}\n\n{as_markdown(self.texts)}\n{_WORDS}\n\n{notes}"
-            f"- Streaming setting with the most tokens per forward that keeps AR's quality: {best}.\n\n"
+            f"- Unverified streaming setting with the most tokens per forward that keeps AR's quality: {best}.\n\n"
             f"## How it was measured\n\n{about}"
         )
 

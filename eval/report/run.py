@@ -47,7 +47,8 @@ def run(
     torch.manual_seed(0)
     how: dict[str, Any] = {"batch_size": request.batch_size, "repeats": request.repeats, "title": "decoding"}
     rows = pd.DataFrame(measure(model, tokenizer, encoded, decoders, **how))
-    table = tabulate(_judged(rows, model, encoded, request.temperature is None), request.temperature is None)
+    is_greedy = request.temperature is None
+    table = tabulate(_judged(mark_same(rows), model, encoded, is_greedy), is_greedy)
     settings = pd.DataFrame.from_dict(options, orient="index").reindex(columns=[*WINDOW_SETTINGS])
     overall = table.xs(ALL_TASKS, level="task")
     said = advice(overall, {name: {"model": model, **own} for name, own in decoders.items()})
@@ -73,7 +74,7 @@ def run(
     if request.save_settings and report.picked:
         stored = vars(WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config))
         chosen = {name: options[report.picked].get(name, stored[name]) for name in WINDOW_SETTINGS}
-        write_settings(path := Path(request.model) / "generation_config.json", {**chosen, "verification": "none"})
+        write_settings(path := Path(request.model) / "generation_config.json", {**chosen, "masks_ready": True})
         report.notes.append(f"{path} now has {', '.join(f'{name} = {value}' for name, value in chosen.items())}.")
     write_report(report, request.output)
     return report
@@ -127,7 +128,7 @@ def _judged(rows: pd.DataFrame, model: WeDLMForCausalLM, prompts: Sequence[Promp
         # AR's own answer has them all: one forward over it may round otherwise than the steps that wrote it.
         1.0 if is_greedy and row.same else agreeing_tokens(model, prompts[row.prompt].tokens, row.tokens)
         / len(row.tokens)
-        for row in mark_same(rows)[["same", "prompt", "tokens"]].itertuples()
+        for row in rows[["same", "prompt", "tokens"]].itertuples()
     ]  # fmt: skip
     return rows.assign(quality=shares)
 
@@ -156,4 +157,5 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Store settings in a generation_config.json; which strategy is used stays the caller's choice."""
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
+    stored.pop("verification", None)  # commands ask whether the masks are ready
     write_text(path, json.dumps(stored | dict(settings), indent=2, sort_keys=True) + "\n")

@@ -209,7 +209,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
     )
     model = WeDLMForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, masks_ready=True
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     return model
 
@@ -279,6 +279,7 @@ def main(
         folder = output_dir / "checkpoints" / f"phase-{number + 1}"
         train(model, tokenizer, phase, folder, batch_size, max_steps, seed + number, resume)
     model.config.use_cache = True  # the trainer switched it off
+    model.generation_config.masks_ready = True
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.

@@ -96,7 +96,7 @@ def test_the_first_batch_that_a_model_asks_itself_is_a_small_one(nano, tmp_path,
     drawn: list[int] = []
     monkeypatch.setattr(writing._Writer, "draw", draw)
     config = AnswerConfig(batch_size=48, max_new_tokens=4)
-    *_, last = islice(write_answers(nano[0], nano[1], tmp_path / "answers.jsonl", None, config), 4)
+    *_, last = islice(write_answers(nano[0], nano[1], tmp_path / "answers.jsonl", None, config), 3)
     assert drawn[:2] == [12, 72] and last.answers > 8
 
 

@@ -54,7 +54,7 @@ def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out(
     assert [row.prompt for row in read_rows("d.jsonl", as_trl)] == ["user", [*SYSTEM, question]]
     assert not caplog.messages and [prompt.text for prompt in read_prompts("d.jsonl", text)][1] == "user"
     assert caplog.messages == [
-        "d.jsonl: the replies in `messages` are not what answers are compared with: add an `answer`."
+        "d.jsonl: answers are not compared with the replies in `messages`: give rows an `answer`."
     ]
 
 

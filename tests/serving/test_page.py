@@ -531,7 +531,12 @@ def test_the_page_offers_the_decoders_that_suit_the_model(server):
         with pytest.raises(urllib.error.HTTPError) as refused:  # what nothing checks would be no text
             post(adapted, {"prompt": "1, 2", "verification": "none"}, "v1/completions")
         assert json.load(refused.value)["error"]["param"] == "verification"
-    with pytest.raises(ValueError, match="gives drafts, which make no text unless 'exact' checks them"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(adapted, {"prompt": "1, 2", "strategy": "block"}, "v1/completions")
+        assert json.load(refused.value)["error"]["param"] == "strategy"
+        with pytest.raises(urllib.error.HTTPError, match="404"):  # FastAPI's page, which loads from elsewhere
+            urllib.request.urlopen(f"http://127.0.0.1:{adapted.port}/docs")
+    with pytest.raises(ValueError, match="'wedlm': a mask adapter gives drafts, which make no text unchecked"):
         Server(model, tokenizer, {"strategy": "wedlm", "verification": "none"}).__enter__()
     found = about(server)
     assert [*found["decoders"]] == ["ar", "block", "wedlm", "wedlm+exact"] and found["is_toy"]

@@ -71,7 +71,7 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
     ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
     ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "of the type 'image_url', but", "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "of the type 'image_url', and only", "messages.0.content"),
     ({"messages": [{"role": "user", "content": False}]}, "must be a text or a list of parts", "messages.0.content"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
     ({"messages": ...}, "`messages` is missing", "messages"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from test_sft_trainer import CHATS, write_llama_like
 from tiny import tiny_model, write_checkpoint, write_stock_checkpoint
 from transformers.integrations import integration_utils
@@ -14,6 +15,7 @@ from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
+from wedlm_hf.checkpoints.merge import merge_adapter
 from wedlm_hf.cli.options import DecodingOptions, LoadingOptions
 from wedlm_hf.training import train
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
@@ -218,6 +220,12 @@ def test_commands_verify_unless_the_masks_are_ready_or_a_person_asks(tmp_path):
         folder = write_checkpoint(tmp_path / str(stored), **stored)
         model, _ = LoadingOptions(dtype="float32").load(str(folder))
         assert getattr(model.generation_config, "verification", None) == expected
+    base, lora = tmp_path / str({"masks_ready": True}), tmp_path / "lora"
+    model = get_peft_model(WeDLMForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear"))
+    model.save_pretrained(lora)  # with other masks than those that were ready
+    beside, _ = LoadingOptions(dtype="float32", adapter=str(lora)).load(str(base))
+    assert beside.generation_config.verification == "exact"
+    assert not merge_adapter(WeDLMForCausalLM.from_pretrained(base), lora).generation_config.masks_ready
     assert "verification" not in DecodingOptions().keywords()
     for asked in ({"entropy_threshold": 0.2}, {"distance_penalty": 0.1}, {"strategy": "block"}):
         assert DecodingOptions(**asked).keywords()["verification"] == "none"

@@ -148,7 +148,7 @@ def test_picked_settings_are_stored_and_say_that_the_masks_are_ready(copied, tmp
     best = max(unverified, key=lambda row: row["tokens_per_forward"])
     assert found["picked"] == best["decoder"] and before.items() <= stored.items()
     assert stored["window_size"] == used.window_size == best["window_size"] and stored["distance_penalty"] == 0.5
-    assert stored["entropy_threshold"] is not None and stored["verification"] == "none"
+    assert stored["entropy_threshold"] is not None and stored["masks_ready"] and "verification" not in stored
     assert f"generation_config.json now has window_size = {best['window_size']:g}" in text
 
     monkeypatch.setattr(running, "pick", lambda *args: None)  # no setting is good enough
