@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +72,8 @@ COUNTS = {"extraction": 8000, "reasoning": 2000}
 # Of the mask adapter. With a root head, it had no more tokens per forward.
 ADAPTER: dict[str, Any] = {"rank": 16, "root_width": 0, "num_masks": 16}
 ADAPTER_SHARE, LEAST_ADAPTER = 0.1, 2  # of the minutes; minutes in which it learns anything
-ANSWERS = 4000  # that it learns from
+# That it learns from: of the mixed problems, and more of reasoning, whose drafts it learns more slowly.
+ANSWERS, MORE_REASONING = 5200, 2000
 LEAST = 0.05  # of the learning rate, which falls along a cosine of the minutes
 
 
@@ -136,9 +138,13 @@ def examples(tasks: tuple[str, ...], seed: int) -> Dataset:
     """The training problems of these tasks, mixed, as prompts and completions."""
     problems = list(chain.from_iterable(islice(data.training_problems(task), COUNTS[task]) for task in tasks))
     random.Random(seed).shuffle(problems)
+    return Dataset.from_list(as_chats(problems))
+
+
+def as_chats(problems: Iterable[data.Problem]) -> list[dict[str, Any]]:
+    """Problems as prompts and completions."""
     answer = {"role": "assistant"}
-    rows = [{"prompt": each.prompt, "completion": [answer | {"content": each.answer}]} for each in problems]
-    return Dataset.from_list(rows)
+    return [{"prompt": each.prompt, "completion": [answer | {"content": each.answer}]} for each in problems]
 
 
 def trainer(method: str, tasks: tuple[str, ...], folder: Path, seed: int, callback: TrainerCallback) -> Any:
@@ -211,8 +217,13 @@ def mask_adapter(model: Path, tasks: tuple[str, ...], folder: Path, minutes: flo
     if began.exists() and began.stat().st_mtime < made.stat().st_mtime:
         print(f"The model was trained on: the adapter in {output}, of earlier weights, begins anew.", flush=True)
         shutil.rmtree(output)
+    rows = list(islice(reversed(list(examples(tasks, seed))), ANSWERS))  # the model learned from few of the last ones
+    if "reasoning" in tasks:
+        first = COUNTS["reasoning"]
+        rows += as_chats(islice(data.training_problems("reasoning"), first, first + MORE_REASONING))
+        random.Random(seed).shuffle(rows)
     lines = []
-    for row in islice(reversed(list(examples(tasks, seed))), ANSWERS):  # the model learned from few of the last ones
+    for row in rows:
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
         answer = tokenizer.encode(row["completion"][0]["content"], add_special_tokens=False)
         tokens = {"prompt_ids": prompt["input_ids"], "response_ids": [*answer, tokenizer.eos_token_id]}
