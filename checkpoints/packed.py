@@ -36,6 +36,9 @@ _LEAST_SHARE = 0.5
 FAR = 0.01
 # How much less time than packed layers bfloat16 must take to be chosen: its rows are rounded to 8 bits at each layer.
 _BFLOAT16_SHARE = 0.8
+# Rows of a step of verified decoding with one draft, for which formats are timed: four bits may be the fastest for one
+# row, and 16 for six.
+_TIMED_ROWS = 6
 
 
 def pack(model: nn.Module, bits: int = 16) -> nn.Module:
@@ -279,11 +282,11 @@ def count_weights(model: nn.Module) -> int:
 def use_fastest(model: nn.Module) -> str | torch.dtype:
     """Gives a model on a CPU the format in which its linear layers take the least time on this machine.
 
-    Its own dtype, packed layers and bfloat16 are timed with some of its weights, for one row, as plain decoding has
-    them, and for eight, as verified decoding has. Models that fit in a cache keep their own. bfloat16 rounds every row
-    to 8 bits, so that the same text takes luck: it must be clearly faster. Four bits are tried where the weights were
-    read from a file of four bits. The choice is remembered for layers of these sizes (see [`remembered`]). Returns one
-    of [`PACKINGS`], or the dtype.
+    Its own dtype, packed layers and bfloat16 are timed with some of its weights, for six rows: a step of verified
+    decoding with one draft. Models that fit in a cache keep their own. bfloat16 rounds every row to 8 bits, so that
+    the same text takes luck: it must be clearly faster. Four bits are tried where the weights were read from a file of
+    four bits. The choice is remembered for layers of these sizes (see [`remembered`]). Returns one of [`PACKINGS`], or
+    the dtype.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     own = layers[0].weight.dtype if layers else torch.float32
@@ -294,7 +297,7 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
     names = {str(name): name for name in _candidates(sample, with_packed)}
-    key = [*names, [[layer.out_features, layer.in_features] for layer in sample]]
+    key = [_TIMED_ROWS, *names, [[layer.out_features, layer.in_features] for layer in sample]]
     choice = names[remembered("formats", key, names.__contains__, lambda: str(_fastest(sample, list(names.values()))))]
     if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed
@@ -309,7 +312,7 @@ def _fastest(sample: list[nn.Linear], names: Sequence[str | torch.dtype]) -> str
     seconds = in_one_thread(lambda: _seconds({name: _in_format(sample, name) for name in names}))
     choice = min(names, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
     listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
-    logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
+    logger.info("Linear layers are %s (ms for %d rows of a sample: %s).", choice, _TIMED_ROWS, listed)
     return choice
 
 
@@ -330,15 +333,14 @@ def _in_format(sample: list[nn.Linear], name: str | torch.dtype) -> Sequence[nn.
 
 @torch.no_grad()
 def _seconds(formats: Mapping[Any, Sequence[Any]]) -> dict[Any, float]:
-    """The least time of each format's layers for one row and for eight."""
-    best: dict[Any, dict[int, float]] = {name: {1: float("inf"), 8: float("inf")} for name in formats}
-    for _ in range(3):
+    """The least time of each format's layers."""
+    best = dict.fromkeys(formats, float("inf"))
+    for _ in range(5):
         for name, layers in formats.items():
             dtype = torch.float32 if name in PACKINGS else name
-            for count, least in best[name].items():
-                rows = {layer.in_features: torch.ones(count, layer.in_features, dtype=dtype) for layer in layers}
-                began = thread_time()
-                for layer in layers:
-                    layer(rows[layer.in_features])
-                best[name][count] = min(least, thread_time() - began)
-    return {name: sum(times.values()) for name, times in best.items()}
+            rows = {width: torch.ones(_TIMED_ROWS, width, dtype=dtype) for width in {x.in_features for x in layers}}
+            began = thread_time()
+            for layer in layers:
+                layer(rows[layer.in_features])
+            best[name] = min(best[name], thread_time() - began)
+    return best
