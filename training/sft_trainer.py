@@ -145,6 +145,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         self.data_collator = collator = DataCollatorForDualStreamMasking(processing_class, **settings)
         self._eval_collator = replace(collator, **_EVALUATION)
         self._eval_sums: Counter[str] = Counter()
+        self._ready: dict[tuple[int, str], bool] = {}  # by the step, and the dataset's prefix
         self._since_log: dict[str, torch.Tensor | float] = {}
         self._log_time = time.perf_counter()
 
@@ -269,12 +270,12 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         metrics = divide(self._eval_sums)
         weight = self.args.ar_weight
         metrics["loss"] = (metrics["elbo_nll"] + weight * metrics["ar_nll"]) / (1 + weight)
-        metrics |= self._decode(dataloader.dataset)
+        metrics |= self._decode(dataloader.dataset, prefix)
         reported = {**(output.metrics or {}), **{f"{prefix}_{name}": value for name, value in metrics.items()}}
         self._log_time += time.perf_counter() - begin  # no part of the training's throughput
         return output._replace(metrics=reported)
 
-    def _decode(self, dataset: Any) -> dict[str, float]:
+    def _decode(self, dataset: Any, prefix: str) -> dict[str, float]:
         """What [`decode`] says of a few prompts of the dataset. Every process answers all of them, since
         sharded weights need every process in every forward: a stream, of which each reads a part, is not decoded."""
         if isinstance(dataset, TorchIterableDataset) and self.accelerator.num_processes > 1:
@@ -287,8 +288,11 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
             unwrapped = unwrap_model_for_generation(self.model_wrapped, self.accelerator)
             with unwrapped as model, self.accelerator.autocast():
                 metrics = decode(model, prompts, self.args.eval_decoding_tokens, self.accelerator.device, title)
-        # What commands read: without it, they verify.
-        self.model.generation_config.masks_ready = masks_are_ready(metrics)
+        # What commands read: without it, they verify. Of several datasets, each must say so.
+        step = self.state.global_step
+        self._ready = {key: ready for key, ready in self._ready.items() if key[0] == step}
+        self._ready[step, prefix] = masks_are_ready(metrics)
+        self.model.generation_config.masks_ready = all(self._ready.values())
         return metrics
 
     # Checkpoints.

@@ -15,7 +15,13 @@ from dual_stream_oracle import IGNORE
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, TrainerCallback, TrainingArguments
 
-from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer, sft_config
+from wedlm_hf.training import (
+    DataCollatorForDualStreamMasking,
+    WeDLMSFTConfig,
+    WeDLMSFTTrainer,
+    sft_config,
+    sft_trainer,
+)
 from wedlm_hf.training.cpu import bf16_speedup
 from wedlm_hf.training.metrics import masks_are_ready
 from wedlm_hf.training.saving import newest_complete_checkpoint
@@ -329,6 +335,17 @@ def test_evaluation_decodes_prompts_as_a_user_would_and_says_whether_the_masks_a
     trainer.save_model()
     assert metrics["eval_decoded_prompts"] == 3
     assert json.loads((tmp_path / "generation_config.json").read_text())["masks_ready"] is False
+
+
+def test_of_several_datasets_each_must_find_the_masks_ready(tmp_path, monkeypatch):
+    trainer = trainer_on(
+        tmp_path, eval_dataset={"one": MESSAGES, "two": MESSAGES}, eval_decoding_samples=1, eval_decoding_tokens=2
+    )
+    for found, ready in (([False, True], False), ([True, False], False), ([True, True], True)):
+        answers = iter(found)
+        monkeypatch.setattr(sft_trainer, "masks_are_ready", lambda metrics, answers=answers: next(answers))
+        trainer.evaluate()
+        assert trainer.model.generation_config.masks_ready is ready
 
 
 def test_masks_that_were_ready_are_not_once_they_are_trained_on(tmp_path):
