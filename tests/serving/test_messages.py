@@ -2,7 +2,7 @@
 
 import json
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import openai
@@ -215,7 +215,7 @@ def test_the_form_is_found_by_the_chat_template_whatever_the_models_type(name):
         load_response_template(found)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(WRITTEN)
 def test_a_client_gets_the_same_answer_whole_and_streamed_of_a_chat_and_of_responses(scripted, text):
     scripted.text = text
@@ -328,13 +328,21 @@ MESSAGE = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+MODEL = tiny_model(max_position_embeddings=10**5)
+
+
+@cache
+def endpoint_of(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(NAMES), st.lists(MESSAGE, min_size=1, max_size=5))
 def test_a_message_is_in_the_prompt_or_refused_by_its_name(name, messages):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
-    words = []
+    endpoint = endpoint_of((TEMPLATES / f"{name}.jinja").read_text())
+    tokenizer, words = endpoint.served.tokenizer, []
     for number, message in enumerate(messages):
         if message.get("content"):
             words.append(f"word{number}word")
@@ -353,17 +361,13 @@ def test_a_message_is_in_the_prompt_or_refused_by_its_name(name, messages):
     assert refused == (400, "messages") or [word for word in words if word not in prompt] == []
 
 
-MODEL = tiny_model(max_position_embeddings=10**5)
-
-
 def test_a_developer_speaks_as_the_system_where_a_template_knows_none():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
-    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+    endpoint = endpoint_of((TEMPLATES / "qwen2_5.jinja").read_text())
 
     def prompt(*roles):
         turns = [{"role": role, "content": f"Be {role[0]}."} for role in roles] + CHAT
-        return tokenizer.decode(endpoint.read(json.dumps({"messages": turns}).encode())[1][0].prompt)
+        (asked,) = endpoint.read(json.dumps({"messages": turns}).encode())[1]
+        return endpoint.served.tokenizer.decode(asked.prompt)
 
     assert prompt("developer") == prompt("system").replace("Be s.", "Be d.")
     assert "Be s.\n\nBe d." in prompt("system", "developer")
@@ -393,7 +397,7 @@ ONE_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ONE}}
 F = {"type": "function", "function": {"name": "f", "parameters": ONE}}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["switch", "none"]),
     st.sampled_from([None, False, True]),
@@ -460,13 +464,12 @@ def test_where_thoughts_end_must_be_known_if_json_is_to_follow_them(nano):
 def test_who_asks_for_what_a_template_without_a_switch_does_anyway_gets_it_and_others_are_told_how_to_go_on(
     thinks, asked, wishes
 ):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text() + "{{ '<think>\n' if thinks }}"
-    tokenizer.chat_template = tokenizer.chat_template.replace("if thinks", "if true" if thinks else "if false")
-    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
+    opens = "{{ '<think>\n' if true }}".replace("true", str(thinks).lower())
+    endpoint = endpoint_of((TEMPLATES / "qwen2_5.jinja").read_text() + opens)
     body = json.dumps({"messages": CHAT} | asked).encode()
     if wishes in (thinks, None):
-        assert tokenizer.decode(endpoint.read(body)[1][0].prompt).endswith("<think>\n" if thinks else "assistant\n")
+        prompt = endpoint.served.tokenizer.decode(endpoint.read(body)[1][0].prompt)
+        assert prompt.endswith("<think>\n" if thinks else "assistant\n")
         return
     with pytest.raises(RequestError, match=r"(always opens|knows no) thoughts: leave it out") as refused:
         endpoint.read(body)
@@ -479,11 +482,8 @@ def test_who_asks_for_what_a_template_without_a_switch_does_anyway_gets_it_and_o
     {"chat_template_kwargs": {"thinking": False, "enable_thinking": True}},
 ], ids=str)  # fmt: skip
 def test_of_several_wishes_none_is_dropped(asked):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
-    endpoint = ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
     with pytest.raises(RequestError, match="knows no thoughts: leave it out"):
-        endpoint.read(json.dumps({"messages": CHAT} | asked).encode())
+        endpoint_of((TEMPLATES / "qwen2_5.jinja").read_text()).read(json.dumps({"messages": CHAT} | asked).encode())
 
 
 def test_a_tool_that_must_be_called_is_called(nano):
