@@ -24,7 +24,7 @@ from wedlm_hf.eval.report.figure import INK
 from wedlm_hf.eval.report.page import ALL_TASKS, Report, write_report
 from wedlm_hf.eval.report.run import pick, tabulate
 
-SMALL = "--count 2 --max-new-tokens 6 --repeats 2".split()
+SMALL = "--count 2 --max-new-tokens 6".split()
 NEW_FILES = {"report.html", "report.md", "table.csv", "figure.svg"}
 TASKS = ("counting", "sorting", "chat")
 
@@ -78,7 +78,7 @@ def by_decoder(found, task=ALL_TASKS):
 def made(checkpoint, tmp_path_factory):
     """A finished report on the prompts of the checkpoint: its folder, what was printed, its numbers."""
     folder = tmp_path_factory.mktemp("report")
-    return folder, *report(folder, checkpoint, "--thresholds", "0.5,5", "--windows", "4")
+    return folder, *report(folder, checkpoint, "--thresholds", "0.5,5", "--windows", "4", "--repeats", 2)
 
 
 def test_one_table_has_a_row_for_each_decoder_setting_and_task_in_markdown_as_in_csv(made):
