@@ -71,9 +71,15 @@ def tree_of(file: Path) -> ast.Module:
 
 
 @cache
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree: several tests ask for those of each file."""
+    return [*ast.walk(tree)]
+
+
+@cache
 def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
     """Every import statement of a file, those inside functions included."""
-    return [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [node for node in walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def top_imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
@@ -105,7 +111,7 @@ def reached(file: Path) -> set[str]:
 def string_targets(file: Path) -> set[str]:
     """Modules of ours that `import_module` reaches by relative names, in a call or in a table of names."""
     found = []
-    for node in ast.walk(tree_of(file)):
+    for node in walk(tree_of(file)):
         called = node.func if isinstance(node, ast.Call) else None
         if getattr(called, "attr", getattr(called, "id", None)) != "import_module":
             continue
@@ -326,7 +332,7 @@ def undocumented_imports(file: Path) -> Iterator[str]:
 def defined(tree: ast.AST) -> set[str]:
     """Private names that are given to functions, classes, variables and attributes of `self`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -338,7 +344,7 @@ def defined(tree: ast.AST) -> set[str]:
 
 def attributes(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """Private attributes that are read or set, by a dot or by `getattr` and its like; whether on the object itself."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute):
             place, name = node.value, node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ACCESS and node.args[1:]:
