@@ -65,15 +65,6 @@ def test_every_recipe_holds_known_settings_and_the_first_ones_are_the_defaults()
                 assert getattr(args, name) == getattr(default, name), name
 
 
-def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_out(tmp_path, checkpoint, chats, capsys):
-    run("sft", checkpoint, chats, tmp_path / "tuned", "--eval_share", "0.25")
-    summary = capsys.readouterr().out
-    for part in ("train dataset: 12 examples", "eval dataset: 4 examples", "eval_elbo_nll", "tokens_per_second"):
-        assert part in summary
-    tuned = WeDLMForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight) and tuned.config.use_cache is True
-
-
 def test_one_conversation_as_the_readme_shows_them_is_trained_on(tmp_path, checkpoint, capsys, caplog):
     (chat,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(chat.partition("\n")[0])
@@ -90,18 +81,15 @@ def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path):
     assert adapted.generate(ids, attention_mask=ids > 0, strategy="wedlm", max_new_tokens=5).shape[1] > 3
 
 
-def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
+def test_lora_of_a_single_kind_of_layer_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
     output = tmp_path / "adapter"
     words = "--packing false --eval_share 0 --streaming true --resume_from_checkpoint auto --save_strategy steps"
+    words += " --save_steps 1 --lora_target_modules q_proj"
     for steps in (1, 2):
-        run("lora", checkpoint, chats, output, *words.split(), "--save_steps=1", f"--max_steps={steps}")
+        run("lora", checkpoint, chats, output, *words.split(), f"--max_steps={steps}")
         assert json.loads((output / "trainer_state.json").read_text())["global_step"] == steps
         assert (output / "adapter_model.safetensors").exists()
-
-
-def test_a_lora_may_be_of_a_single_kind_of_layer(tmp_path, checkpoint, chats):
-    run("lora", checkpoint, chats, tmp_path / "out", *"--eval_share 0 --lora_target_modules q_proj".split())
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+    assert json.loads((output / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
 
 
 def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monkeypatch):
@@ -193,7 +181,7 @@ def test_help_shows_what_most_runs_need_and_help_all_the_rest(capsys):
     assert "--adam_beta1" not in shown["--help"] and "--help_all" in shown["--help"]
 
 
-def test_a_run_says_what_it_will_do_how_far_it_is_and_how_to_use_what_came_out(tmp_path, checkpoint, chats, capsys):
+def test_a_run_says_what_it_will_do_how_far_it_is_what_came_out_and_how_to_use_it(tmp_path, checkpoint, chats, capsys):
     words = ["--eval_share=0.25", "--disable_tqdm=false", "--eval_strategy=steps", "--eval_steps=1"]
     run("sft", checkpoint, chats, tmp_path / "out", *words, "--save_strategy=steps", "--save_steps=1")
     printed = capsys.readouterr()
@@ -202,6 +190,10 @@ def test_a_run_says_what_it_will_do_how_far_it_is_and_how_to_use_what_came_out(t
         r"takes [\d.]+ rows of a forward.* on this ma", printed.err
     )
     assert "masks" in printed.err and "tokens/forward" in printed.err
+    for part in ("train dataset: 12 examples", "eval dataset: 4 examples", "eval_elbo_nll", "tokens_per_second"):
+        assert part in printed.out
+    tuned = WeDLMForCausalLM.from_pretrained(tmp_path / "out")
+    assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight) and tuned.config.use_cache is True
     flat = " ".join(printed.out.split())
     assert "tokens per forward on held-out prompts" in flat and "commands verify every token" in flat
     assert f"wedlm generate 'YOUR QUESTION' --model {tmp_path / 'out'}" in printed.out
