@@ -365,7 +365,7 @@ def test_thoughts_code_and_json_are_set_apart_from_the_rest_of_an_answer(tab):
 def test_it_fits_a_phone_in_the_dark_says_where_it_scrolls_and_every_control_has_a_name(tab):
     page = tab(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 844})
-    ask(page, APPLES)
+    ask(page, COUNT)
     page.locator("#settings-box summary").click()
     narrow = "document.documentElement.scrollWidth <= 390"
     assert page.evaluate(narrow)
