@@ -386,7 +386,8 @@ def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_p
 
 def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
     pytest.importorskip("trl")
-    words = ("adapt", folder / "model", tmp_path / "adapter", "--tokens", 20, "--rank", 2, "--head-width", 0)
+    base = write_checkpoint(tmp_path / "base", tiny_model(max_position_embeddings=96), suppress_tokens=[MASK])
+    words = ("adapt", base, tmp_path / "adapter", "--tokens", 20, "--rank", 2, "--head-width", 0)
     results = results_of(*words, "--prompts", folder / "prompts.txt", "--device", "cpu")
     assert results["output_dir"] == str(tmp_path / "adapter") and results["answer_tokens"] >= 20
     assert [row[0] for row in results["table"]["rows"]] == ["ar", "ar+lookup", "wedlm+exact"]
