@@ -263,10 +263,10 @@ def test_a_command_honours_a_keyword_as_python_does_or_refuses_it_by_name(comman
     own |= {"verification": "exact"} if strategy == "exact" else {}
     commands = ["generate", "serve"]
     is_refused = name in ({*SETTING_NAMES} - {"mask_token_id"} if strategy == "ar" else AR_ALONE)
-    if not is_refused and name in HONOURED:  # each command with each keyword and with each strategy
-        commands = [commands[(sorted(HONOURED).index(name) + (strategy == "ar")) % 2]]
-    if name in ("top_p", "stop_strings", "slot_cost", "use_cache"):  # others reach them in the same way
+    if name in ("top_p", "stop_strings", "slot_cost", "use_cache"):  # others reach all commands in the same way
         commands += ["trace"] if strategy == "exact" else []
+    elif name in HONOURED:  # by each command and with each strategy, but not in all four ways
+        commands = [commands[(sorted(HONOURED).index(name) + (strategy == "ar")) % 2]]
     others += PLAN if strategy == "exact" and name not in ("slot_cost", *AR_ALONE) else ()
     if is_refused:
         for word in commands:
