@@ -85,7 +85,7 @@ def test_logits_and_verified_answers_are_the_stock_classs(tmp_path, kind):
     prompts = ids(length=20)
     mask = torch.ones_like(prompts)
     mask[1, :7] = 0
-    settings = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": PAD}
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
     expected = stock.generate(prompts, suppress_tokens=[result.mask_token_id], **settings)
     for strategy in ({"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}):
         assert torch.equal(loaded.generate(prompts, **settings, **strategy), expected)
