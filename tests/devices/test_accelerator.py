@@ -70,11 +70,11 @@ OPTIONS = {
         "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]],
         "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]], "max_new_tokens": 12,  # until a sibling passes
     },
-    "lengths": {
+    "ends": {
         "min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1),
         "suppress_tokens": [5], "begin_suppress_tokens": [6],
+        "stop_strings": ["never said"], "tokenizer": tiny_tokenizer(),
     },
-    "strings": {"stop_strings": ["never said"], "tokenizer": tiny_tokenizer()},
     "kept": {"output_scores": True, "output_logits": True, "output_trace": True},
 }  # fmt: skip
 # Of "trees", all are tried, and of other decoders these, or "greedy".

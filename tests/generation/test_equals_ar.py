@@ -40,7 +40,7 @@ DECODERS = {
     "static": {"cache_implementation": "static", "window_size": 4},
     "trees": COUNTED,
 }
-# How many of the masks' drafts are wrong: `None` are their own, which are random.
+# How many of the masks' drafts are wrong: `None` are their own, which are random. What differs in Qwen2.5 are weights.
 CELLS = [
     (model, decoder, errors)
     for model in MODELS
@@ -49,6 +49,7 @@ CELLS = [
     if errors is None or (model != "lora" and "drafts" not in decoder)
     if model in ("qwen3", "qwen2.5", "qwen3, adapter", "qwen2.5, adapter")
     or decoder in ({"all drafts", "timed"} if model == "lora" else {"fixed", "trees"})
+    if "qwen2.5" not in model or errors == 0.3 or "drafts" in decoder
 ]
 make = cache(lambda name: MODELS[name]())
 PROMPTS = prompts_of([5, 1, 12, 3])
@@ -92,11 +93,8 @@ SAMPLED = {
 @pytest.mark.parametrize(
     ("name", "decoder", "sampling"),
     [
-        *(
-            (*each, sampling)
-            for each in (("qwen3", "all drafts"), ("qwen3, adapter", "trees"))
-            for sampling in SAMPLED
-        ),
+        *(("qwen3, adapter", "trees", each) for each in SAMPLED),
+        *(("qwen3", "all drafts", each) for each in ("warped", "prefix")),
         *(("qwen3, adapter", each, "prefix") for each in ("fixed", "counted")),
     ],
     indirect=["decoder"],

@@ -21,15 +21,14 @@ NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum"
 @pytest.mark.parametrize("seed", [0, 3, 40])
 def test_answers_follow_a_random_schema_and_are_those_of_ar_decoding_one_by_one_and_in_batches(nano, seed):
     schema = random_schema(random.Random(seed))
-    expected, _ = answers(*nano, schema, PROMPTS, 60, **DECODERS["ar"])
+    expected, _ = answers(*nano, schema, PROMPTS, 40, **DECODERS["ar"])
     for count in (1, len(PROMPTS)):
-        texts, _ = answers(*nano, schema, PROMPTS[:count], 60, **DECODERS["exact"], slot_cost=0.0)  # many drafts
+        texts, _ = answers(*nano, schema, PROMPTS[:count], 40, **DECODERS["exact"], slot_cost=0.0)  # many drafts
         assert texts == expected[:count]
         assert all(said is None or said.startswith("cut off") for said in (fault(text, schema) for text in texts))
 
 
-@pytest.mark.parametrize("has_adapter", [False, True], ids=["own-masks", "adapter"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "has_adapter"), [(seed, seed % 3 > 0) for seed in range(12)])
 def test_any_cache_window_batch_and_limit_give_ars_text_under_the_same_constraint(model, tokenizer, seed, has_adapter):
     chance = random.Random(seed)
     used = deepcopy(model)
@@ -93,14 +92,13 @@ def test_thoughts_are_ars_without_a_constraint_up_to_their_end_and_the_json_foll
     grammar, thoughts, ends = Grammar(tokenizer, NUMBERS), Thoughts(tokenizer, closing), [tokenizer.eos_token_id]
     ids = [encode(tokenizer, [{"role": "user", "content": text}]) for text in COUNTING]
     found = []
-    for settings in (DECODERS["ar"], DECODERS["exact"] | {"slot_cost": 0.0}):
-        for rows in ([each] for each in ids), [ids]:
-            for batch in rows:
-                inputs = pad_left(batch, tokenizer.pad_token_id, model.device)
-                constraint = JSONConstraint(grammar, ends, thoughts)
-                output = model.generate(**inputs, max_new_tokens=90, logits_processor=[constraint], **settings)
-                width = inputs["input_ids"].shape[1]
-                found += [tokenizer.decode(row[width:]).partition("<|im_end|>")[0] for row in output]
+    exact = DECODERS["exact"] | {"slot_cost": 0.0}
+    for settings, batch in ((DECODERS["ar"], ids), (exact, ids), *((exact, [each]) for each in ids)):
+        inputs = pad_left(batch, tokenizer.pad_token_id, model.device)
+        constraint = JSONConstraint(grammar, ends, thoughts)
+        output = model.generate(**inputs, max_new_tokens=90, logits_processor=[constraint], **settings)
+        width = inputs["input_ids"].shape[1]
+        found += [tokenizer.decode(row[width:]).partition("<|im_end|>")[0] for row in output]
     assert found == found[: len(COUNTING)] * (len(found) // len(COUNTING))
     for text, last in zip(found, (20, 35), strict=False):
         plain = ", ".join(map(str, range(5, last + 1, 5)))
