@@ -29,7 +29,7 @@ TABLE = re.search("<!-- options -->(.*)<!-- /options -->", PAGE, re.DOTALL)[1].s
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE]
 OPTIONS = {option: row[1:4] for row in ROWS[2:] for option in re.findall("`([^`]+)`", row[0])}
 
-LIMIT = 12
+LIMIT = 8
 PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
 INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
 WIDTH = PROMPTS.shape[1]
@@ -124,7 +124,7 @@ def ends_after_the_first_step(run: Run) -> None:
 
 def stops_as_if_tokens_came_one_by_one(run: Run) -> None:
     prompt, free = PROMPTS[1:], run(input_ids=PROMPTS[1:])[0].tolist()
-    for length in (WIDTH + 1, WIDTH + 4, WIDTH + 11):
+    for length in (WIDTH + 1, WIDTH + 4, WIDTH + LIMIT - 1):
         criterion = StopAt(length)
         assert run(input_ids=prompt, stopping_criteria=[criterion])[0].tolist() == free[:length]
         assert criterion.seen == [free[: end + 1] for end in range(WIDTH, length)]
@@ -155,13 +155,14 @@ def ends_where_a_row_says_it(run: Run) -> None:
 
 
 def stops_at_a_string(run: Run) -> None:
-    tokenizer, free = tiny_tokenizer(), run.free[:, WIDTH:].tolist()
+    tokenizer, limit = tiny_tokenizer(), 12
+    free = run(max_new_tokens=limit)[:, WIDTH:].tolist()
     stop = next(text for token in free[1][5:] if (text := tokenizer.decode(token)).isascii() and text.strip())
-    stopped = run(stop_strings=stop, tokenizer=tokenizer)[:, WIDTH:].tolist()
+    stopped = run(max_new_tokens=limit, stop_strings=stop, tokenizer=tokenizer)[:, WIDTH:].tolist()
     for tokens, found in zip(free, stopped, strict=True):
-        count = next((n for n in range(1, LIMIT + 1) if stop in tokenizer.decode(tokens[:n])), LIMIT)
-        assert found == (tokens[:count] + [PAD] * LIMIT)[: len(found)] and len(found) >= count
-    assert count < LIMIT
+        count = next((n for n in range(1, limit + 1) if stop in tokenizer.decode(tokens[:n])), limit)
+        assert found == (tokens[:count] + [PAD] * limit)[: len(found)] and len(found) >= count
+    assert count < limit
 
 
 HEALER = tiny_tokenizer()
