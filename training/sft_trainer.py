@@ -65,7 +65,8 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
        `eval_ar_nll` and `eval_elbo_nll` (nats per supervised token, the block-wise bound on −log p), `eval_loss` of
        both, `eval_mask_nll_ratio_*` by masked fraction (25: γ ≤ ¼), `eval_accuracy_offset_*` by offset in the block,
        and what real decoding of a few prompts says (see [`decode`]): `eval_tokens_per_forward`, and whether the masks
-       are ready to decode without verification, which the saved generation config tells commands (`masks_ready`);
+       are ready to decode without verification, which the saved generation config tells commands (`masks_ready`) if
+       each evaluation dataset says so;
     5. with a `peft_config`, the mask token's embedding row is trained too where it is new (see [`mask_row_is_new`]);
     6. checkpoints and models are saved whole or not at all (see [`ResumableTrainer`]), `resume_from_checkpoint=True`
        takes the newest *complete* checkpoint, and a loss that is not finite ends the training before it reaches the

@@ -22,6 +22,7 @@ from wedlm_hf.checkpoints.loading import (
     load_tokenizer,
     set_format,
 )
+from wedlm_hf.checkpoints.packed import PACKINGS
 from wedlm_hf.eval.decoders import AR, EXACT
 from wedlm_hf.eval.measure import default_threads
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
     parser.add_argument("--gguf", type=Path, help="GGUF file of another model, with an adapter of its own")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
-    parser.add_argument("--dtype", choices=("fastest", "packed", *PLAIN), default="fastest", help="default: fastest")
+    parser.add_argument("--dtype", choices=("fastest", *PACKINGS, *PLAIN), default="fastest", help="default: fastest")
     parser.add_argument("--only", action="store_true", help="no plain `generate` in other dtypes beside it")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, help="of sampling; default: greedy")

@@ -139,7 +139,7 @@ def equal_parts(model: Any) -> Iterator[str]:
         yield "processors"
     if torch.equal(model.generate(prompt(22), **greedy, **drafting), plain[22]):
         yield "window crossed"
-    first = model.generate(prompt(7), **greedy, **drafting, return_dict_in_generate=True)
+    first = model.generate(prompt(12), **greedy, **drafting, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, prompt(4)], dim=1)
     whole = {"attention_mask": torch.ones_like(longer)} | greedy
     second = model.generate(longer, **{CACHE: cache_of(first)}, **whole, **drafting)

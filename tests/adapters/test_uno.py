@@ -146,9 +146,9 @@ def test_one_forward_drafts_what_their_two_forwards_draft_and_the_text_is_the_ba
     parts = [PROMPTS] if together else [[prompt] for prompt in PROMPTS]
     found = [row for part in parts for row in new_tokens(model, part, do_sample=False, **WAYS[way])]
     assert found == expected
-    assert len(seen) > 40 and max(depth for _, _, depth, _ in seen) > 1
-    texts = {tuple(text): (prompt, text) for prompt, text, *_ in seen}
     deepest = max(depth for _, _, depth, _ in seen)
+    assert len(seen) > 40 and deepest > 1
+    texts = {tuple(text): (prompt, text) for prompt, text, *_ in seen}
     drafts = {key: oracle.draft(*pair, deepest + 1)[1:] for key, pair in texts.items()}
     assert [drafts[tuple(text)][depth] for _, text, depth, _ in seen] == [token for *_, token in seen]
     plain = {key: int(oracle.logits([*key, 5, 5])[-2].argmax()) for key in texts}  # LoRA and noise matter

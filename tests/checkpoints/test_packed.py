@@ -361,6 +361,20 @@ def test_the_fastest_dtype_is_measured_once_on_a_machine(monkeypatch, caplog, tm
         assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
 
 
+def test_formats_are_timed_for_the_rows_of_a_step_with_one_draft():
+    plain, seen = nn.Linear(64, 32, bias=False), []
+    formats = {
+        torch.float32: [plain],
+        torch.bfloat16: [copy.deepcopy(plain).bfloat16()],
+        "packed": [PackedLinear(plain)],
+    }
+    for (layer,) in formats.values():
+        layer.register_forward_pre_hook(lambda module, args: seen.append((args[0].shape, args[0].dtype)))
+    taken = packed._seconds(formats)
+    assert taken.keys() == formats.keys() and all(0 < seconds < 1 for seconds in taken.values())
+    assert set(seen) == {((6, 64), torch.float32), ((6, 64), torch.bfloat16)}
+
+
 def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="packed")

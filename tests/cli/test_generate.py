@@ -164,6 +164,15 @@ def test_the_toy_says_what_it_is_and_how_to_ask_a_real_model(monkeypatch, tmp_pa
     assert "toy" not in CliRunner().invoke(cli.app, ["generate", "--max-new-tokens", "2", "--no-compare"]).stderr
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C interrupts, also where a shell began the tests in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize(("number", "code", "becomes"), [
     (signal.SIGINT, 130, KeyboardInterrupt), (signal.SIGINT, 130, "dropped"), (signal.SIGINT, 130, "swallowed"),
     (signal.SIGTERM, 143, ImportError), (signal.SIGTERM, 143, "dropped"),

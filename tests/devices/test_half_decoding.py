@@ -76,7 +76,11 @@ def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attention"), [(torch.bfloat16, "sdpa"), pytest.param(torch.float16, "eager", marks=SLOW)]
+    ("dtype", "attention"),
+    [
+        (torch.bfloat16, "sdpa"),
+        *(pytest.param(torch.float16, attention, marks=SLOW) for attention in ("sdpa", "eager")),
+    ],
 )
 @pytest.mark.parametrize("name", FILLED | DECODERS)
 def test_autocast_decodes_as_sixteen_bits_do_and_a_cache_goes_on_behind_it(name, dtype, attention):

@@ -108,16 +108,14 @@ def test_decoding_is_inside(told, monkeypatch):
 def test_what_others_use_is_all_that_runs_on_these_cores_but_this_process():
     usage = threads._Usage()
     program = "import time\nend = time.monotonic() + 60\nprint(flush=True)\nwhile time.monotonic() < end: pass"
-    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
         other.stdout.readline()  # it runs
         time.sleep(0.2)
         usage.look()
         time.sleep(1)
-        assert usage.look() > 0.2
-    finally:
+        used = usage.look()
         other.kill()
-        other.wait()
+    assert used > 0.2
 
 
 @pytest.mark.parametrize("name", threads.SAID)

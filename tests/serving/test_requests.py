@@ -261,8 +261,8 @@ def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_h
         status, error = refusal(server, bad)
         assert (status, error["param"]) == (400, "messages")
         assert f"{REFUSES} can only concatenate str" in error["message"]
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(refusal, server, slow) for _ in range(2)]
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(refusal, server, slow) for _ in range(3)]
             time.sleep(0.2)
             post(server, fast)
             assert not any(each.done() for each in waiting)
