@@ -132,13 +132,12 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version. Modules are
-# compiled when they are first imported, which most never are; not so with PYTHONDONTWRITEBYTECODE=1, which keeps nothing.
+# torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"the pinned packages need Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
 	@echo 'Installing the pinned packages into $(VENV): some minutes, the first time.'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-compile $$(grep '^torch==' requirements.txt)
-	$(PIP) install --quiet --no-compile --requirement requirements.txt
+	$(PIP) install --quiet $$(grep '^torch==' requirements.txt)
+	$(PIP) install --quiet --requirement requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
