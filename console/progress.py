@@ -40,7 +40,8 @@ def stage(console: Console, title: str) -> Iterator[Show]:
             printed, (task,) = time.monotonic(), progress.tasks
             about = f", {note}" if note else ""
             left = "" if task.time_remaining is None else f", about {timedelta(seconds=task.time_remaining)} left"
-            console.print(f"{title}: {task.percentage:.0f}%{about}{left}", highlight=False, markup=False)
+            line = f"{title}: {task.percentage:.0f}%{about}{left}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
         yield show
 
