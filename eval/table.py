@@ -210,5 +210,6 @@ def _notes(found: pd.DataFrame, measured: pd.DataFrame) -> list[str]:
         )
     wide = per_prompt(measured)
     single = wide["new_tokens"][EXACT] / wide["forwards"][EXACT]
-    notes.append(f"Single prompts had {single.min():.2f} to {single.max():.2f} tokens per forward.")
+    if len(single) > 1:
+        notes.append(f"Single prompts had {single.min():.2f} to {single.max():.2f} tokens per forward.")
     return notes

@@ -95,6 +95,7 @@ def test_the_speed_table_has_what_was_measured(adapted, options, monkeypatch):
     assert cells.get("same answers") == (None if "temperature" in options else "100 %")
     lookup = [line for line in made["measured"] if line["decoder"] == "ar+lookup"]
     assert all(line["forwards"] <= line["new_tokens"] for line in lookup)
+    assert made["notes"][-1].startswith("Single prompts had ")
 
 
 def test_the_speed_table_takes_more_turns_while_a_speed_is_impossible(adapted, monkeypatch):
@@ -109,6 +110,7 @@ def test_the_speed_table_takes_more_turns_while_a_speed_is_impossible(adapted, m
     made = tables.speed_table(*adapted, SHORT[:1], max_new_tokens=6)
     assert len(calls) == 5 and len(made["measured"]) == sum(calls)
     assert dict(zip(made["columns"], made["rows"][-1], strict=True))["speed against AR"] == "99.00× (busy machine)"
+    assert not any(note.startswith("Single prompts") for note in made["notes"])  # there is one
 
 
 def test_all_combinations_are_tried_and_what_is_not_given_is_the_models():
