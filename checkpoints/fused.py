@@ -2,8 +2,9 @@
 multiply.
 
 A module's class becomes a subclass of its own, as far as the values stay the very same. Whether they do is looked at,
-layer by layer: names only say what may be tried. Wherever the parts are not as they were then, in training, below a
-LoRA or with hooks on them, a module computes as its own class does.
+layer by layer: names only say what may be tried. Where there are [`kernels`], they then take the place of torch's
+operations, if the values stay close: sums have another order. Where the parts are not as they were then, and in
+training, a module computes as its own class does.
 
 `B` sequences, `Q` rows of each, `D` head width.
 """
@@ -19,16 +20,36 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .kernels import LANES, attend_rows, gate_rows, has_kernels, takes, turn_heads
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
+
+
+# How far kernels may be from torch, as a share: layers of few bits round their inputs, which enlarges differences.
+_CLOSE = 0.02
 
 
 class Fused:
     """What fused modules share. Their `base_class` is what they were."""
 
     base_class: type
+    layer_names: tuple[str, ...]  # of those that read the same rows
+    has_kernels = False  # whether kernels compute
+    attends_by_row = False  # whether rows attend one by one, in steps and in AR decoding
+
+    def together(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        """What these layers give, side by side: by one product, if nothing else happens in them."""
+        layers = [self._modules[name] for name in self.layer_names]
+        product = _shared(*layers)
+        if product is None:
+            return torch.cat([layer(rows) for layer in layers], -1)
+        found: torch.Tensor = product.matrix(rows)
+        if any(layer.bias is not None for layer in layers):
+            found.add_(torch.cat([layer.bias for layer in layers]))
+        return found
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of classes that a name can find."""
@@ -40,32 +61,30 @@ class Fused:
 class FusedAttention(Fused):
     """Attention whose queries and keys are normed and turned together, in the product that they come from."""
 
-    _biases: torch.Tensor | None  # of queries, keys and values
+    layer_names = ("q_proj", "k_proj", "v_proj")
     _norms: torch.Tensor | None  # of each head of queries and keys
 
     def parts(self: Any) -> tuple[Any, ...]:
-        """The norms, and the weights and biases that are joined, with their versions: what must stay as it was."""
-        norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
-        tensors = [getattr(layer, "bias", None) for layer in (self.q_proj, self.k_proj, self.v_proj)]
-        tensors += [getattr(norm, "weight", None) for norm in norms]
-        versions = (0 if each is None or each.is_inference() else each._version for each in tensors)
-        return (*map(id, (*norms, *tensors)), *versions)
+        """The norms and their weights, with their versions: what must stay as it was."""
+        norms = [self._modules.get(name) for name in ("q_norm", "k_norm")]
+        if norms == [None, None]:
+            return ()
+        weights: list[Any] = [getattr(norm, "weight", None) for norm in norms]
+        versions = (0 if each is None or each.is_inference() else each._version for each in weights)
+        return (*map(id, (*norms, *weights)), *versions)
 
     def prepare(self: Any) -> None:
         """Joins what belongs to several of the layers. Raises `AttributeError` or `TypeError` for other layers."""
         self._parts, self._is_prepared = self.parts(), False
-        layers = self.q_proj, self.k_proj, self.v_proj
-        sizes = [layer.out_features for layer in layers]
+        sizes = [getattr(self, name).out_features for name in self.layer_names]
         self._heads = [size // self.head_dim for size in sizes]
-        biases = [layer.bias for layer in layers]
-        self._biases = None if biases == [None] * 3 else torch.cat(biases).detach()
         norms: list[Any] = [getattr(self, name, None) for name in ("q_norm", "k_norm")]
-        self._norms, self._terms = None, None
+        self._norms, self._eps = None, 0.0
         if not all(norm is None or type(norm) is nn.Identity for norm in norms):
             if any(type(norm) is not PackedNorm for norm in norms):
                 raise TypeError("These norms are other layers.")
             factors = [norm.factor.detach().expand(n, 1, -1) for norm, n in zip(norms, self._heads, strict=False)]
-            self._norms, self._terms = torch.cat(factors), norms[0].terms
+            self._norms, self._eps = torch.cat(factors), norms[0].eps
         self._is_prepared = True
 
     def forward(
@@ -73,37 +92,59 @@ class FusedAttention(Fused):
     ) -> tuple[torch.Tensor, Any]:
         """The base's, on `(B, Q, hidden size)`."""
         if self._parts != self.parts():  # copied, loaded anew, or exchanged
+            self._is_prepared = False
             with suppress(AttributeError, TypeError):
                 self.prepare()
-        product = _shared(self.q_proj, self.k_proj, self.v_proj) if self._is_prepared else None
         norms = () if self._norms is None else (self.q_norm, self.k_norm)
-        is_known = self.config._attn_implementation == "sdpa" and not self.training
-        is_known = is_known and position_embeddings[0].shape[-1] == self.head_dim  # else only a part is turned
-        if product is None or not is_known or any(map(_is_watched, norms)):
+        cos, sin = position_embeddings
+        is_known = self._is_prepared and not self.training and cos.shape[-1] == self.head_dim  # else a part is turned
+        if not is_known or _implementation(self.config) != "sdpa" or any(map(_is_watched, norms)):
             own: Any = super()
             found: tuple[torch.Tensor, Any] = own.forward(hidden_states, position_embeddings, attention_mask, **how)
             return found
         queries, keys, _ = self._heads
         shape = hidden_states.shape[:-1]
-        rows = product.matrix(hidden_states)
-        if self._biases is not None:
-            rows.add_(self._biases)
+        rows = self.together(hidden_states)
+        is_native = self.has_kernels and takes(rows) and cos.shape[:-1] == shape
+        is_native = is_native and cos.dtype == sin.dtype == torch.float32
+        if is_native:
+            turn_heads(rows, cos, sin, queries + keys, self._norms, self._eps)
         heads = rows.view(*shape, -1, self.head_dim).transpose(1, 2)
-        turned, value = heads.split_with_sizes((queries + keys, keys), 1)
-        if self._norms is not None:
-            turned = PackedNorm.normed(turned, self._norms, self._terms)
-        cos, sin = (each.unsqueeze(1) for each in position_embeddings)
-        first, second = turned.split_with_sizes((self.head_dim // 2,) * 2, -1)
-        turned = (turned * cos).add_(torch.cat((-second, first), -1) * sin)
-        query, key = turned.split_with_sizes((queries, keys), 1)
+        if is_native:
+            query, key, value = heads.split_with_sizes(self._heads, 1)
+        else:
+            turned, value = heads.split_with_sizes((queries + keys, keys), 1)
+            if self._norms is not None:
+                turned = PackedNorm.normed(turned, self._norms, self._eps)
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+            first, second = turned.split_with_sizes((self.head_dim // 2,) * 2, -1)
+            turned = (turned * cos).add_(torch.cat((-second, first), -1) * sin)
+            query, key = turned.split_with_sizes((queries, keys), 1)
+        is_static = False
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
-            key, value = how.pop(name).update(key, value, self.layer_idx)
+            cache = how.pop(name)
+            key, value = cache.update(key, value, self.layer_idx)
+            is_static = cache.is_compileable
         how.pop("position_ids", None)  # for packed documents, in kernels of GPUs
         kind: Any = type(self)
         attend = _home(kind).ALL_ATTENTION_FUNCTIONS["sdpa"]
+        is_ours = getattr(attend, "takes_kernels", attend is sdpa_attention_forward)  # nobody registered another one
+        if is_native and self.attends_by_row and is_ours and not is_static and _is_plain(key) and _is_plain(value):
+            if len(query) == query.shape[2] == 1 and (seen := _seen(attention_mask)) is not False:
+                output = attend_rows(query, key, value, self.scaling, seen)
+                return self.o_proj(output.view(*shape, -1)), None
+            how["attend_rows"] = attend_rows  # for rows that attend one by one in a step, as they do here
         how["sliding_window"] = getattr(self, "sliding_window", None)
         output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **how)
         return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def rounds_inputs(self: Any) -> bool:
+        """Whether the product that queries, keys and values come from rounds its rows."""
+        return bool(self.q_proj.rounds_rows)
+
+    def suits_kernels(self: Any) -> bool:
+        """Whether their sizes are those of heads, and what was looked at was this forward."""
+        return self.head_dim % (2 * LANES) == 0 and _implementation(self.config) == "sdpa"
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives and caches, behind other rows and under a mask, too. `cache`
@@ -124,18 +165,29 @@ class FusedAttention(Fused):
 class FusedMLP(Fused):
     """An MLP with a gate."""
 
+    layer_names = ("gate_proj", "up_proj")
+
     def prepare(self: Any) -> None:
         """Raises `AttributeError` for other layers."""
+        self._gate = self.act_fn  # which kernels take the place of
         assert self.gate_proj.out_features == self.up_proj.out_features == self.down_proj.in_features
 
     def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
         """The base's."""
-        product = _shared(self.gate_proj, self.up_proj)
-        if product is None or self.gate_proj.bias is not None or self.up_proj.bias is not None:
-            return super().forward(rows)  # type: ignore[misc]
-        gate, up = product.matrix(rows).split_with_sizes(product.sizes, -1)
-        output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        both = self.together(rows)
+        if self.has_kernels and takes(both) and self.act_fn is self._gate and not _is_changed(self.act_fn):
+            between = gate_rows(both)
+        else:
+            gate, up = both.chunk(2, -1)
+            between = self.act_fn(gate) * up
+        output: torch.Tensor = self.down_proj(between)
         return output
+
+    def suits_kernels(self: Any) -> bool:
+        """Whether the gate is a SiLU, and of whole eights."""
+        values = torch.linspace(-100, 100, 801)
+        is_silu = torch.allclose(self.act_fn(values), nn.functional.silu(values), rtol=1e-5, atol=1e-6)
+        return is_silu and self.gate_proj.out_features % LANES == 0
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives."""
@@ -143,7 +195,36 @@ class FusedMLP(Fused):
 
 
 def _is_watched(module: Any) -> bool:
-    return "forward" in vars(module) or any(getattr(module, name) for name in HOOKS)
+    own = module.__dict__
+    return "forward" in own or any(map(own.__getitem__, HOOKS))
+
+
+def _is_changed(activation: Any) -> bool:
+    return isinstance(activation, nn.Module) and (_has_any_global_hook() or _is_watched(activation))
+
+
+def _is_plain(states: torch.Tensor) -> bool:
+    return states.dtype == torch.float32 and states.stride(3) == 1
+
+
+def _seen(mask: torch.Tensor | None) -> Any:
+    """What one row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask: all
+    layers share that."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.shape[:3] != (1, 1, 1):
+        return False
+    found = getattr(mask, "seen_places", None)
+    if found is None:
+        places = mask.flatten().nonzero()[:, 0].int()
+        found = mask.seen_places = places, torch.tensor([0, len(places)], dtype=torch.int32)  # type: ignore[attr-defined]
+    return found
+
+
+def _implementation(config: Any) -> str:
+    """Of attention, past what transformers does for each attribute of a configuration: each layer asks."""
+    found: str = object.__getattribute__(config, "_attn_implementation")
+    return found
 
 
 def _shared(*layers: Any) -> Product | None:
@@ -177,12 +258,16 @@ def _rebuilt(mixin: type, base: type, make: Any, *rest: Any) -> Any:
 @torch.no_grad()
 def fuse(model: nn.Module) -> None:
     """Fuses the modules of a packed model that give the very same values so."""
+    keeps_state = getattr(model, "_is_stateful", False)  # the rows of its steps attend together
     for module in list(model.modules()):
-        for mixin, names in ((FusedAttention, ("q_proj", "k_proj", "v_proj")), (FusedMLP, ("gate_proj", "up_proj"))):
-            if not isinstance(module, Fused) and all(hasattr(module, name) for name in names):
-                layers = [getattr(module, name) for name in names]
+        for mixin in (FusedAttention, FusedMLP):
+            if not isinstance(module, Fused) and all(hasattr(module, name) for name in mixin.layer_names):
+                layers = [getattr(module, name) for name in mixin.layer_names]
                 if _shared(*layers) is not None and "forward" not in vars(module):
                     _try(module, mixin)
+                    if isinstance(module, FusedAttention):
+                        # Where small differences grow, as decoding decides it; elsewhere rows attend together.
+                        module.attends_by_row = module.has_kernels and not keeps_state and module.rounds_inputs()
 
 
 def _try(module: Any, mixin: Any) -> None:
@@ -194,7 +279,18 @@ def _try(module: Any, mixin: Any) -> None:
         with suppress(Exception):
             module.prepare()
             module.training = False
-            if all(_is_same(module, base, name, count, scale) for count, scale in _PROBED):
+            norms = [each for each in module.modules() if isinstance(each, PackedNorm) and each.has_kernels]
+            for norm in norms:
+                norm.has_kernels = False
+            try:
+                is_same = all(_is_same(module, base, name, count, scale) for count, scale in _PROBED)
+            finally:
+                for norm in norms:
+                    norm.has_kernels = True
+            if is_same:
+                module.has_kernels = has_kernels() and module.suits_kernels()
+                if module.has_kernels:
+                    module.has_kernels = all(_is_close(module, base, name, count, scale) for count, scale in _PROBED)
                 module.training = before["training"]
                 return
     vars(module).clear()
@@ -204,7 +300,18 @@ def _try(module: Any, mixin: Any) -> None:
 
 def _is_same(module: Any, base: Any, cache: str, count: int, scale: float) -> bool:
     """Whether a fused module gives so many rows the bits that its base gives them."""
+    return all(map(torch.equal, *_both(module, base, cache, count, scale)))
+
+
+def _is_close(module: Any, base: Any, cache: str, count: int, scale: float) -> bool:
+    """Whether it gives them nearly the same values."""
+    pairs = zip(*_both(module, base, cache, count, scale), strict=True)
+    return all(bool((found - own).norm() <= _CLOSE * own.norm()) for found, own in pairs)
+
+
+def _both(module: Any, base: Any, cache: str, count: int, scale: float) -> list[Any]:
+    """What a fused module and its base give so many rows."""
     size = next(layer.in_features for layer in module.children() if isinstance(layer, PackedLinear))
     rows = torch.randn(1, count, size, generator=torch.Generator().manual_seed(count)) * scale
     calls = module.forward, partial(base.forward, module)
-    return all(map(torch.equal, *(module.probe(call, rows, cache) for call in calls)))
+    return [module.probe(call, rows, cache) for call in calls]

@@ -4,11 +4,13 @@ A CPU reads every weight once for each forward, so a decoder is about as fast as
 a row has the same bits whatever stands beside it.
 
     16 bits  float16, widened in registers, and products in float32 (FBGEMM, a part of torch)
-     8 bits  an integer times the scale of its output; rows are rounded to bfloat16
-     4 bits  one of 16 levels between the least and the largest weight of its group of 32 neighbours; rows are rounded
-             to bfloat16. GGUF's formats of four bits have such groups: their levels carry over.
+     8 bits  an integer times the scale of its group of 32 neighbours
+     4 bits  one of 16 levels between the least and the largest weight of its group of 32 neighbours. GGUF's formats of
+             four bits have such groups: their levels carry over.
 
-In 8 and 4 bits, torch is fast only where the rows are bfloat16.
+Products of 8 and 4 bits are our [`kernels`]', which round rows to 15 bits in groups of 32, too. Where there are none,
+and for matrices that they cannot hold, products are torch's: rows are rounded to bfloat16, in which alone it is fast,
+and in 8 bits a scale is that of an output.
 """
 
 import ctypes
@@ -23,11 +25,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
+from .kernels import GROUP, from_blocks, has_kernels, multiply_groups, to_blocks
+
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 LARGEST = 65504  # float16: a layer with larger weights stays as it is
-GROUP, LEVELS, LANES = 32, 15, 16  # of four bits: weights of a group, steps between levels, outputs that go together
+LEVELS, LANES = 15, 16  # of four bits: steps between levels, and outputs that torch's products take together
+# How far, as a share of itself, a scale may be from what float16 makes of it: as bfloat16 is.
+_SCALE_ROUNDING = 2**-8
+_NOTHING = 2**-20  # of the largest scale
 # Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
 _LOOKED, _LARGEST_STEP = 48, 16
 # How far a weight may lie from its level: so much of itself and of the group's largest, by the dtype that dequantized
@@ -72,6 +79,62 @@ class Half:
         return weight.half()
 
 
+class Grouped:
+    """A matrix in 8 or 4 bits, whose rows hold whole groups, and whose products are [`kernels`]'.
+
+    Args:
+        levels: `(out, in)`: int8 in 8 bits, uint8 in 4.
+        scales: `(out, in / 32)` float32 each: the steps between levels, and in 4 bits the lowest level's weights.
+    """
+
+    def __init__(self, levels: torch.Tensor, *scales: torch.Tensor):
+        self.bits, self.shape = 4 if levels.dtype == torch.uint8 else 8, tuple(levels.shape)
+        self.weight = to_blocks(levels, *scales)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not has_kernels():
+            raise RuntimeError(
+                "These packed layers are for kernels that this machine has not (it takes Linux, AVX2 and a C "
+                "compiler): load the model and pack it here."
+            )
+        self.__dict__.update(state)
+
+    @classmethod
+    def of_four_bits(cls, levels: "Levels") -> "Grouped | None":
+        """Such a matrix; `None` where this machine or float16 is not made for it."""
+        return cls(*levels) if has_kernels() and _are_kept(levels.step, levels.low) else None
+
+    @classmethod
+    def of_eight_bits(cls, weight: torch.Tensor) -> "Grouped | None":
+        """Such a matrix of weights, `(out, in)`; `None` where this machine or float16 is not made for it."""
+        if weight.shape[1] % GROUP or not has_kernels():
+            return None
+        groups = weight.detach().float().unflatten(1, (-1, GROUP))
+        step = groups.abs().amax(-1) / 127
+        if not _are_kept(step):
+            return None
+        levels = groups / step.half().float().where(step > 0, 1.0)[..., None]
+        return cls(levels.round_().clamp_(-127, 127).to(torch.int8).flatten(1), step)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` to `(..., out)`, both float32."""
+        return multiply_groups(rows, self.weight, self.shape[0], self.bits)
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out, in)` float32: a copy."""
+        return from_blocks(self.weight, self.shape[0], self.bits)
+
+
+def _are_kept(*scales: torch.Tensor) -> bool:
+    """Whether float16 keeps the scales that matter about as bfloat16 does, which has larger and smaller ones."""
+
+    def is_kept(each: torch.Tensor) -> bool:
+        sizes = each.abs()
+        return bool(((each.half() - each).abs() <= _SCALE_ROUNDING * sizes + _NOTHING * sizes.amax()).all())
+
+    return all(map(is_kept, scales))
+
+
 class Int8:
     """A matrix in 8 bits."""
 
@@ -98,11 +161,10 @@ class Int4:
 
     bits = 4
 
-    def __init__(self, weight: torch.Tensor):
-        self.shape = tuple(weight.shape)
-        levels = own_levels(weight) or nearest_levels(weight)
+    def __init__(self, levels: Levels):
+        self.shape = tuple(levels.level.shape)
         # The kernel takes outputs by the sixteen, and computes (level - 8) * scale + zero.
-        extra = -len(weight) % LANES
+        extra = -self.shape[0] % LANES
         level = F.pad(levels.level, (0, 0, 0, extra)).to(torch.int32)
         scale = torch.stack([levels.step, levels.low + 8 * levels.step], -1)
         self.weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(level, 1)
@@ -134,8 +196,24 @@ def _rounded(rows: torch.Tensor) -> torch.Tensor:
     return rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
 
 
-Matrix = Half | Int8 | Int4
-FORMATS: dict[int, Callable[..., Matrix]] = {16: Half, 8: Int8, 4: Int4}
+Matrix = Half | Grouped | Int8 | Int4
+
+
+def _in_eight_bits(weight: torch.Tensor) -> Matrix:
+    return Grouped.of_eight_bits(weight) or Int8(weight)
+
+
+def _in_four_bits(weight: torch.Tensor) -> Matrix:
+    levels = own_levels(weight) or nearest_levels(weight)
+    return Grouped.of_four_bits(levels) or Int4(levels)
+
+
+FORMATS: dict[int, Callable[[torch.Tensor], Matrix]] = {16: Half, 8: _in_eight_bits, 4: _in_four_bits}
+
+
+def near_matrix(weight: torch.Tensor) -> Matrix:
+    """A matrix for products that need not be exact, as drafts need not, in the bits that are fastest for few rows."""
+    return Grouped.of_eight_bits(weight) or Half(weight)
 
 
 def fits(weight: torch.Tensor, bits: int) -> bool:

@@ -14,9 +14,8 @@ from torch import nn
 
 from .distance import distance_of
 from .fused import fuse
+from .kernels import has_kernels
 from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
-from .matrices import multiply as multiply  # 16-bit matrices that belong to no layer
-from .matrices import pack_matrix as pack_matrix
 from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, RowLinear, take_hooks
 from .remembered import remembered
 
@@ -45,7 +44,7 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     """Gives a model packed linear layers, in place; its weights are freed one by one.
 
     In 4 bits, matrices that were read from a file of 4 bits keep the file's values, but for the scales of their
-    groups, which are rounded to bfloat16 (0.2 %), and what the file holds in more bits gets 8. Of a model in full
+    groups, which are rounded ([`matrices`]), and what the file holds in more bits gets 8. Of a model in full
     precision, the values of a group are rounded to 16 levels, and the head gets 8 bits. A matrix that a format cannot
     hold gets the next one with more bits; one that none can hold stays as it is, in float32. How far the model is
     then from what it was is measured once, see [`distance_of`]; the log says it, and `packed_distance` holds it.
@@ -244,7 +243,7 @@ def _use_fused_norms(model: nn.Module) -> None:
                 continue
             rows = torch.randn(8, *weight.shape)
             for fused in (PackedNorm(weight, eps, added).train(norm.training) for added in (0.0, 1.0)):
-                if norm.forward(rows).equal(fused.forward(rows)):
+                if norm.forward(rows).equal(fused.normed(rows, fused.factor, eps)):
                     take_hooks(fused, norm)
                     setattr(module, name, fused)
                     break
@@ -297,7 +296,7 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
     names = {str(name): name for name in _candidates(sample, with_packed)}
-    key = [_TIMED_ROWS, *names, [[layer.out_features, layer.in_features] for layer in sample]]
+    key = [_TIMED_ROWS, has_kernels(), *names, [[layer.out_features, layer.in_features] for layer in sample]]
     choice = names[remembered("formats", key, names.__contains__, lambda: str(_fastest(sample, list(names.values()))))]
     if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed

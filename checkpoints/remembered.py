@@ -20,12 +20,12 @@ def remembered(name: str, key: Any, is_valid: Callable[[Any], bool], measure: Ca
     """The value for a key: as it was measured before on this machine, with these versions; else measured now.
 
     Args:
-        name: of the file in the cache folder of the user, `$XDG_CACHE_HOME/wedlm-hf`.
+        name: of the file in the [`cache_folder`].
         key: what the value depends on, as JSON has it.
         is_valid: whether a value in the file can be one.
     """
     own = [key, _machine(), version("torch"), version("wedlm-hf")]
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wedlm-hf", f"{name}.json")
+    path = cache_folder() / f"{name}.json"
     entry, entries = json.dumps(own), _read(path)
     if entry in entries and is_valid(entries[entry]):
         return entries[entry]
@@ -34,6 +34,11 @@ def remembered(name: str, key: Any, is_valid: Callable[[Any], bool], measure: Ca
     with suppress(OSError):  # a disk that is full or read-only: measured again next time
         write_text(path, json.dumps(dict(kept[-MOST:]), indent=1))
     return value
+
+
+def cache_folder() -> Path:
+    """The user's folder for what can be made anew: `$XDG_CACHE_HOME/wedlm-hf`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wedlm-hf")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     patterns = (
-        "training/*.jinja checkpoints/*.jinja adapters/*.jinja eval/harness/tasks/* "
+        "training/*.jinja checkpoints/*.jinja checkpoints/*.c adapters/*.jinja eval/harness/tasks/* "
         "eval/**/*.html eval/trace/page.*s serving/page/serve.[chj]* examples/wedlm-nano/[!.]*"
     )
     data = [file for pattern in patterns.split() for file in ROOT.glob(pattern) if file.is_file()]

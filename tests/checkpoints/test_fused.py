@@ -15,9 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from wedlm_hf import add_mask_adapter, pack
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.checkpoints import packed
+from wedlm_hf.checkpoints import kernels, packed
 from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedMLP
+from wedlm_hf.checkpoints.kernels import has_kernels
 from wedlm_hf.checkpoints.matrices import can_pack
+from wedlm_hf.checkpoints.packed_layers import PackedNorm
 
 IDS = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -69,8 +71,38 @@ def operations(model):
     return sum(each.count for each in found.key_averages())
 
 
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "_has_kernels", lambda: False)
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.skipif(not has_kernels(), reason="no kernels")
+def test_kernels_give_nearly_the_same_values_in_fewer_operations(name, bits, monkeypatch):
+    model = pack(MODELS[name](), bits)
+    attentions, mlps = (
+        [each for each in model.modules() if isinstance(each, kind)] for kind in (FusedAttention, FusedMLP)
+    )
+    assert len(attentions) == len(mlps) == 2
+    assert all(each.has_kernels == (each.head_dim % 16 == 0) for each in attentions)
+    assert [each.has_kernels for each in mlps] == [
+        name != "norms that add 1 to their weights"
+    ] * 2  # its gate is a GELU
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, (Fused, PackedNorm)):
+            module.has_kernels = False
+    assert operations(model) < operations(plain)
+    with torch.no_grad():
+        for mask in (None, torch.tensor([[1] * 9, [0] * 4 + [1] * 5])):
+            found, expected = (each(IDS, attention_mask=mask).logits[:, 4:] for each in (model, plain))
+            assert (found - expected).norm() < (1e-4 if bits == 16 else 0.05) * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("without_kernels")
 def test_fused_modules_give_the_same_bits_in_fewer_operations(name, bits, monkeypatch):
     model, plain = pack(MODELS[name](), bits), unfused(MODELS[name](), bits, monkeypatch)
     assert fused_in(model) == [FusedAttention, FusedMLP] * 2 and not fused_in(plain)
@@ -87,6 +119,7 @@ def test_fused_modules_give_the_same_bits_in_fewer_operations(name, bits, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("without_kernels")
 def test_what_is_fused_of_a_family_gives_the_same_bits(name, monkeypatch):
     own, _ = FAMILIES[name]
     model, plain = build(name, own), build(name, own)
@@ -159,6 +192,7 @@ def replace_forwards(model):
 
 
 @pytest.mark.parametrize("change", [retune_norms, load_norms, replace_norms, replace_forwards])
+@pytest.mark.usefixtures("without_kernels")
 @torch.no_grad()
 def test_parts_of_a_fused_module_that_change_later_count(change, monkeypatch):
     fused = pack(tiny_model())

@@ -1,0 +1,367 @@
+// Products of float32 rows with matrices of 4 or 8 bits, on processors with AVX2.
+//
+// A matrix lies in blocks: the weights of 8 outputs for 32 neighbouring inputs, a group, whose weights share a scale.
+//
+//   8 bits  256 bytes, then 8 steps:             weight = step * level, -127 to 127
+//   4 bits  128 bytes, then 8 steps and 8 lows:  weight = low + step * level, 0 to 15
+//
+// Steps and lows are float16. Of the levels, 32 bytes are 8 outputs times 4 inputs; of 4 bits, the low halves of 32
+// bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
+//
+// A row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are sums of integers,
+// which are exact. (In 8 bits, whose products take half as long, a model writes other texts, and layer by layer small
+// differences become large ones.) Every sum of floats has one order: a row has the same bits whatever stands beside it,
+// in any number of threads.
+
+#include <immintrin.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, BYTES = 2 * GROUP, LARGEST = 127 << 7 };
+// So few numbers, weights and products are done before other threads would have begun.
+enum { LANES = 8, FEW = 1 << 15, FEW_WEIGHTS = 1 << 17, FEW_PRODUCTS = 1 << 19 };
+
+typedef struct {
+  float step, sum;  // of a group of a row: value = step * (128 * high + low); the sum of all values
+} Scale;
+
+static inline float sum_of(__m256 values) {
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+static inline float largest_of(__m256 values) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
+}
+
+// Packing takes turns between the halves of its operands: the permutation puts numbers in order again.
+static inline void store_bytes(int8_t *place, const __m256i *numbers) {
+  const __m256i low = _mm256_packs_epi32(numbers[0], numbers[1]), high = _mm256_packs_epi32(numbers[2], numbers[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i *)place, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+}
+
+// `levels` are, of each group, 32 high bytes and 32 low ones.
+static void round_row(const float *row, int width, int8_t *levels, Scale *scales) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), zero = _mm256_setzero_ps();
+  for (int g = 0; g < width / GROUP; g++) {
+    __m256 values[4], largest = zero, spoiled = zero;
+    for (int i = 0; i < 4; i++) {
+      values[i] = _mm256_loadu_ps(row + g * GROUP + 8 * i);
+      largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, values[i]));
+      spoiled = _mm256_fmadd_ps(values[i], zero, spoiled);  // no number, where a value is none or infinite
+    }
+    const float step = largest_of(largest) / LARGEST + sum_of(spoiled);
+    const __m256 inverse = _mm256_set1_ps(step > 1e-37f ? 1 / step : 0);
+    __m256i level[4];
+    for (int i = 0; i < 4; i++) level[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i], inverse));
+    const __m256i sums = _mm256_add_epi32(_mm256_add_epi32(level[0], level[1]), _mm256_add_epi32(level[2], level[3]));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 1));
+    scales[g] = (Scale){step, step * _mm_cvtsi128_si32(sum)};
+    __m256i high[4];
+    for (int i = 0; i < 4; i++) {
+      high[i] = _mm256_srai_epi32(_mm256_add_epi32(level[i], _mm256_set1_epi32(64)), 7);
+      level[i] = _mm256_sub_epi32(level[i], _mm256_slli_epi32(high[i], 7));
+    }
+    store_bytes(levels + g * BYTES, high);
+    store_bytes(levels + g * BYTES + GROUP, level);
+  }
+}
+
+static inline __m256i four_bytes(const int8_t *bytes, int quad) {
+  return _mm256_set1_epi32(((const int32_t *)bytes)[quad]);
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)  // which add products of bytes to integers in one instruction
+static inline __m256i dot_4bit(const __m256i *weights, const int8_t *levels) {
+  __m256i high = _mm256_setzero_si256(), low = high;
+  for (int q = 0; q < QUADS; q++) {
+    high = _mm256_dpbusd_epi32(high, weights[q], four_bytes(levels, q));
+    low = _mm256_dpbusd_epi32(low, weights[q], four_bytes(levels + GROUP, q));
+  }
+  return _mm256_add_epi32(_mm256_slli_epi32(high, 7), low);
+}
+
+static inline __m256i dot_8bit(__m256i weights, __m256i sizes, const int8_t *levels, int quad) {
+  const __m256i high = _mm256_sign_epi8(four_bytes(levels, quad), weights);
+  const __m256i low = _mm256_sign_epi8(four_bytes(levels + GROUP, quad), weights), zero = _mm256_setzero_si256();
+  return _mm256_dpbusd_epi32(_mm256_slli_epi32(_mm256_dpbusd_epi32(zero, sizes, high), 7), sizes, low);
+}
+#else
+// The sums of a group of 4 bits. Those of 16 products of 4 and of 8 bits fit in 16 bits.
+static inline __m256i dot_4bit(const __m256i *weights, const int8_t *levels) {
+  __m256i high = _mm256_maddubs_epi16(weights[0], four_bytes(levels, 0));
+  __m256i low = _mm256_maddubs_epi16(weights[0], four_bytes(levels + GROUP, 0));
+  for (int q = 1; q < QUADS; q++) {
+    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(weights[q], four_bytes(levels, q)));
+    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(weights[q], four_bytes(levels + GROUP, q)));
+  }
+  return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(128)),
+                          _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+}
+
+// The sums of four inputs of a group of 8 bits: the sign of a weight goes to the row's byte.
+static inline __m256i dot_8bit(__m256i weights, __m256i sizes, const int8_t *levels, int quad) {
+  const __m256i high = _mm256_sign_epi8(four_bytes(levels, quad), weights);
+  const __m256i low = _mm256_sign_epi8(four_bytes(levels + GROUP, quad), weights);
+  return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, high), _mm256_set1_epi16(128)),
+                          _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, low), _mm256_set1_epi16(1)));
+}
+#endif
+
+// The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is inlined.
+static inline __attribute__((always_inline)) void multiply_block(int bits, int rows, const uint8_t *weights, int groups,
+                                                                 const int8_t *levels, const Scale *scales, float *out,
+                                                                 int outputs, int left, int adds) {
+  const size_t bytes = bits * GROUP * OUTPUTS / 8, block = bytes + 2 * OUTPUTS * (bits == 4 ? 2 : 1);
+  __m256 found[MOST_ROWS];
+  for (int r = 0; r < rows; r++) found[r] = _mm256_setzero_ps();
+  for (int g = 0; g < groups; g++, weights += block) {
+    for (size_t i = 0; i < block; i += 64) _mm_prefetch((const char *)weights + 8 * block + i, _MM_HINT_T0);
+    const __m256i *lines = (const __m256i *)weights;
+    const __m256 step = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(weights + bytes)));
+    __m256i sums[MOST_ROWS];
+    if (bits == 4) {
+      const __m256i mask = _mm256_set1_epi8(15);
+      __m256i own[QUADS];
+      for (int i = 0; i < QUADS / 2; i++) {
+        const __m256i both = _mm256_loadu_si256(lines + i);
+        own[i] = _mm256_and_si256(both, mask);
+        own[i + QUADS / 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      }
+      for (int r = 0; r < rows; r++) sums[r] = dot_4bit(own, levels + (r * groups + g) * (size_t)BYTES);
+    } else {
+      for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
+      for (int q = 0; q < QUADS; q++) {
+        const __m256i own = _mm256_loadu_si256(lines + q), size = _mm256_abs_epi8(own);
+        for (int r = 0; r < rows; r++) {
+          const int8_t *row = levels + (r * groups + g) * (size_t)BYTES;
+          sums[r] = _mm256_add_epi32(sums[r], dot_8bit(own, size, row, q));
+        }
+      }
+    }
+    for (int r = 0; r < rows; r++) {
+      const Scale scale = scales[r * (size_t)groups + g];
+      const __m256 both = _mm256_mul_ps(step, _mm256_set1_ps(scale.step));
+      found[r] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[r]), found[r]);
+      if (bits == 4) {
+        const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(weights + bytes) + 1));
+        found[r] = _mm256_fmadd_ps(low, _mm256_set1_ps(scale.sum), found[r]);
+      }
+    }
+  }
+  for (int r = 0; r < rows; r++) {
+    float last[OUTPUTS], *place = out + r * (size_t)outputs;
+    if (left < OUTPUTS) {
+      _mm256_storeu_ps(last, found[r]);
+      for (int i = 0; i < left; i++) place[i] = adds ? place[i] + last[i] : last[i];
+    } else {
+      _mm256_storeu_ps(place, adds ? _mm256_add_ps(_mm256_loadu_ps(place), found[r]) : found[r]);
+    }
+  }
+}
+
+#define MULTIPLY(rows)                                                                      \
+  if (bits == 4) multiply_block(4, rows, own, groups, row, scale, to, outputs, left, adds); \
+  else multiply_block(8, rows, own, groups, row, scale, to, outputs, left, adds)
+
+static int multiply(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
+                    int adds, int threads) {
+  const int groups = width / GROUP, tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
+  const size_t block = (bits == 4 ? 16 + 4 : 32 + 2) * OUTPUTS;
+  const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;
+  int8_t *levels = malloc(2 * (size_t)count * width + 1);
+  Scale *scales = malloc(((size_t)count * groups + 1) * sizeof *scales);
+  if (levels && scales) {
+#pragma omp parallel for num_threads(threads) if (count * (size_t)width > FEW)
+    for (int r = 0; r < count; r++)
+      round_row(rows + (size_t)r * width, width, levels + 2 * (size_t)r * width, scales + (size_t)r * groups);
+#pragma omp parallel for num_threads(threads) if (is_much)
+    for (int t = 0; t < tiles; t++) {
+      const uint8_t *own = weights + (size_t)t * groups * block;
+      const int left = outputs - t * OUTPUTS;
+      for (int r = 0; r < count; r += MOST_ROWS) {
+        const int8_t *row = levels + 2 * (size_t)r * width;
+        const Scale *scale = scales + (size_t)r * groups;
+        float *to = out + (size_t)r * outputs + t * OUTPUTS;
+        switch (count - r) {
+          case 1: MULTIPLY(1); break;
+          case 2: MULTIPLY(2); break;
+          case 3: MULTIPLY(3); break;
+          default: MULTIPLY(4);
+        }
+      }
+    }
+  }
+  const int is_short = !levels || !scales;
+  free(levels);
+  free(scales);
+  return is_short;
+}
+
+// `rows` (count, width) and `out` (count, outputs) are float32, one row behind the other; the width is whole groups, and
+// `weights` are the blocks of as many outputs, rounded up. Returns 1 where memory is missing, else 0.
+int multiply_rows(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
+                  int threads) {
+  return multiply(rows, weights, out, count, outputs, width, bits, 0, threads);
+}
+
+// Adds to `out` what two matrices of 8 bits make of `rows`, one after the other: `down` (inner, width) and `up`
+// (outputs, inner).
+int add_update(const float *rows, const uint8_t *down, const uint8_t *up, float *out, int count, int outputs, int inner,
+               int width, int threads) {
+  float *between = malloc((size_t)count * inner * sizeof *between);
+  const int is_short = !between || multiply(rows, down, between, count, inner, width, 8, 0, threads) ||
+                       multiply(between, up, out, count, outputs, inner, 8, 1, threads);
+  free(between);
+  return is_short;
+}
+
+// What stands around the matrices.
+
+static inline void norm_row(const float *row, const float *factor, float *out, int width, float eps) {
+  __m256 squares = _mm256_setzero_ps();
+  for (int i = 0; i < width; i += LANES) {
+    const __m256 values = _mm256_loadu_ps(row + i);
+    squares = _mm256_fmadd_ps(values, values, squares);
+  }
+  const __m256 scale = _mm256_set1_ps(1 / sqrtf(sum_of(squares) / width + eps));
+  for (int i = 0; i < width; i += LANES)
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(row + i), scale), _mm256_loadu_ps(factor + i)));
+}
+
+// RMSNorm: `rows` and `out` (count, width), `factor` (width); the width is a multiple of 8.
+void norm_rows(const float *rows, const float *factor, float *out, int count, int width, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (count * (size_t)width > FEW)
+  for (int r = 0; r < count; r++) norm_row(rows + r * (size_t)width, factor, out + r * (size_t)width, width, eps);
+}
+
+// Turns heads by rotary embeddings, in place: the first `heads` times `width` numbers of each row of `stride` numbers.
+// `cosines` and `sines` are (count, width), the width is a multiple of 16. With `factors`, (heads, width), each head is
+// normed before.
+void turn_heads(float *rows, const float *cosines, const float *sines, const float *factors, int count, int heads,
+                int width, int stride, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (count * (size_t)stride > FEW)
+  for (int r = 0; r < count; r++) {
+    const float *cosine = cosines + r * (size_t)width, *sine = sines + r * (size_t)width;
+    for (int h = 0; h < heads; h++) {
+      float *head = rows + r * (size_t)stride + h * width, *half = head + width / 2;
+      if (factors) norm_row(head, factors + h * width, head, width, eps);
+      for (int i = 0; i < width / 2; i += LANES) {
+        const __m256 first = _mm256_loadu_ps(head + i), second = _mm256_loadu_ps(half + i);
+        const __m256 back = _mm256_mul_ps(second, _mm256_loadu_ps(sine + i));
+        const __m256 on = _mm256_mul_ps(first, _mm256_loadu_ps(sine + width / 2 + i));
+        _mm256_storeu_ps(head + i, _mm256_sub_ps(_mm256_mul_ps(first, _mm256_loadu_ps(cosine + i)), back));
+        _mm256_storeu_ps(half + i, _mm256_add_ps(_mm256_mul_ps(second, _mm256_loadu_ps(cosine + width / 2 + i)), on));
+      }
+    }
+  }
+}
+
+// e to the power of each number, within two units of the last place: 2 to the power of a whole number, times a
+// polynomial for what is left, at most ln(2) / 2.
+static inline __m256 exp_of(__m256 x) {
+  x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // what is no number stays so
+  const __m256 whole = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  x = _mm256_fnmadd_ps(whole, _mm256_set1_ps(0.693359375f), x);
+  x = _mm256_fnmadd_ps(whole, _mm256_set1_ps(-2.12194440e-4f), x);
+  static const float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  __m256 found = _mm256_set1_ps(1.0f / 5040);
+  for (int i = 0; i < 7; i++) found = _mm256_fmadd_ps(found, x, _mm256_set1_ps(terms[i]));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(found, _mm256_castsi256_ps(power));
+}
+
+// silu(gate) * up: the halves of `rows` (count, 2 * width), into `out` (count, width); the width is a multiple of 8.
+void gate_rows(const float *rows, float *out, int count, int width, int threads) {
+#pragma omp parallel for num_threads(threads) if (count * (size_t)width > FEW)
+  for (int r = 0; r < count; r++) {
+    const float *gate = rows + r * 2 * (size_t)width, *up = gate + width;
+    for (int i = 0; i < width; i += LANES) {
+      const __m256 x = _mm256_loadu_ps(gate + i), one = _mm256_set1_ps(1);
+      const __m256 share = _mm256_add_ps(one, exp_of(_mm256_sub_ps(_mm256_setzero_ps(), x)));
+      _mm256_storeu_ps(out + r * (size_t)width + i, _mm256_mul_ps(_mm256_div_ps(x, share), _mm256_loadu_ps(up + i)));
+    }
+  }
+}
+
+typedef struct {
+  int64_t query_row, query_head, key_head, key, value_head, value;  // how many numbers further the next one is
+} Strides;
+
+static inline const float *place_of(const float *first, int64_t stride, const int32_t *places, int index) {
+  return first + stride * (places ? places[index] : index);
+}
+
+// One head of one row: it sees `count` keys, those at `places` or the first ones. `scores` has room for whole eights.
+static void attend(const float *query, const float *keys, const float *values, const int32_t *places, int count,
+                   const Strides *strides, int width, float scaling, float *scores, float *out) {
+  for (int k = 0; k < count; k += LANES) {
+    __m256 dots[LANES];
+    const float *own[LANES];
+    for (int j = 0; j < LANES; j++) {
+      dots[j] = _mm256_setzero_ps();
+      own[j] = place_of(keys, strides->key, places, k + j < count ? k + j : count - 1);
+    }
+    for (int i = 0; i < width; i += LANES) {
+      const __m256 part = _mm256_loadu_ps(query + i);
+      for (int j = 0; j < LANES; j++) dots[j] = _mm256_fmadd_ps(part, _mm256_loadu_ps(own[j] + i), dots[j]);
+    }
+    for (int j = 0; j < LANES; j += 2) dots[j / 2] = _mm256_hadd_ps(dots[j], dots[j + 1]);
+    const __m256 low = _mm256_hadd_ps(dots[0], dots[1]), high = _mm256_hadd_ps(dots[2], dots[3]);
+    const __m256 sums = _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+    _mm256_storeu_ps(scores + k, _mm256_mul_ps(sums, _mm256_set1_ps(scaling)));
+  }
+  __m256 most = _mm256_loadu_ps(scores);  // behind the end, the last one again
+  for (int k = LANES; k < count; k += LANES) most = _mm256_max_ps(most, _mm256_loadu_ps(scores + k));
+  const __m256 largest = _mm256_set1_ps(largest_of(most));
+  __m256 total = _mm256_setzero_ps();
+  for (int k = 0; k < count; k += LANES) {
+    _mm256_storeu_ps(scores + k, exp_of(_mm256_sub_ps(_mm256_loadu_ps(scores + k), largest)));
+    for (int j = count; j < k + LANES; j++) scores[j] = 0;
+    total = _mm256_add_ps(total, _mm256_loadu_ps(scores + k));
+  }
+  const __m256 share = _mm256_set1_ps(1 / sum_of(total));
+  for (int i = 0; i < width; i += LANES * LANES) {
+    const int left = (width - i) / LANES, parts = left < LANES ? left : LANES;
+    __m256 found[LANES];
+    for (int j = 0; j < LANES; j++) found[j] = _mm256_setzero_ps();
+    for (int k = 0; k < count; k++) {
+      const float *value = place_of(values, strides->value, places, k) + i;
+      const __m256 weight = _mm256_set1_ps(scores[k]);
+      if (parts == LANES)
+        for (int j = 0; j < LANES; j++) found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
+      else
+        for (int j = 0; j < parts; j++) found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
+    }
+    for (int j = 0; j < parts; j++) _mm256_storeu_ps(out + i + LANES * j, _mm256_mul_ps(found[j], share));
+  }
+}
+
+// Attention of rows, each by itself. Row r sees the keys at places ends[r] to ends[r + 1] - 1 of `places`; without
+// `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple of 8. Returns 1 where
+// memory is missing, else 0.
+int attend_rows(const float *query, const float *keys, const float *values, const int32_t *places, const int32_t *ends,
+                float *out, int rows, int heads, int groups, int longest, int width, const Strides *strides,
+                float scaling, int threads) {
+  const size_t room = (size_t)(longest + LANES - 1) / LANES * LANES;
+  float *scores = malloc(rows * heads * room * sizeof *scores);
+  if (!scores) return 1;
+#pragma omp parallel for num_threads(threads) if (rows * heads * room * width > FEW)
+  for (int each = 0; each < rows * heads; each++) {
+    const int r = each / heads, h = each % heads, start = ends ? ends[r] : 0;
+    attend(query + r * strides->query_row + h * strides->query_head, keys + h / groups * strides->key_head,
+           values + h / groups * strides->value_head, places ? places + start : NULL,
+           ends ? ends[r + 1] - start : longest, strides, width, scaling, scores + each * room,
+           out + each * (size_t)width);
+  }
+  free(scores);
+  return 0;
+}

@@ -1,0 +1,275 @@
+"""The functions of `kernels.c`, which is compiled where there are a C compiler and AVX2: products with matrices of 8
+and 4 bits, and what stands around them in a decoder.
+
+torch's own products of so few bits are fast on processors with AVX-512 alone, and a small operation of torch takes
+longer to start than to compute. All rows are float32, and each has the same bits whatever stands beside it.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import uuid
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .remembered import cache_folder
+
+logger = logging.getLogger(__name__)
+
+GROUP, OUTPUTS = 32, 8  # inputs whose weights share a scale, and outputs whose weights lie together
+LANES = 8  # numbers that are computed together
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-mavx2", "-mfma", "-mf16c"]
+_VNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"]  # instructions for products of bytes
+_PATIENCE = 60  # seconds for the compiler; it takes two
+_LOCK = Lock()
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(f"stride{number}", ctypes.c_int64) for number in range(6)]
+
+
+# Of functions in the source: p a pointer, s the strides, i an int, f a float.
+_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.POINTER(_Strides)}
+_ARGUMENTS = {
+    "multiply_rows": "pppiiiii", "add_update": "ppppiiiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi",
+    "gate_rows": "ppiii", "attend_rows": "ppppppiiiiisfi",
+}  # fmt: skip
+
+
+def multiply_groups(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
+    """`(..., in)` to `(..., outputs)`, the product with a matrix that [`to_blocks`] gave."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        found: torch.Tensor = torch.ops.wedlm_hf.multiply_groups(rows, blocks, outputs, bits)
+        return found
+    return _multiply(rows, blocks, outputs, bits)
+
+
+def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
+    rows, width = rows.contiguous(), rows.shape[-1]
+    if rows.dtype != torch.float32 or width != blocks.shape[1] * GROUP:
+        wanted = f"rows of {blocks.shape[1] * GROUP} float32 numbers"
+        raise ValueError(f"This matrix multiplies {wanted}, got {width} of {rows.dtype}.")
+    found = rows.new_empty(*rows.shape[:-1], outputs)
+    pointers = rows.data_ptr(), blocks.data_ptr(), found.data_ptr()
+    if _library().multiply_rows(*pointers, rows.numel() // width, outputs, width, bits, torch.get_num_threads()):
+        raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+    return found
+
+
+def add_update(rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor, inner: int, out: torch.Tensor) -> None:
+    """Adds to `(n, outputs)` what two matrices of 8 bits in blocks make of `(n, width)`, one after the other: `down`,
+    `(inner, width)`, and `up`, `(outputs, inner)`."""
+    pointers = rows.data_ptr(), down.data_ptr(), up.data_ptr(), out.data_ptr()
+    if _library().add_update(*pointers, len(rows), out.shape[1], inner, rows.shape[1], torch.get_num_threads()):
+        raise MemoryError(f"No memory is left for {len(rows)} rows.")
+
+
+def takes(rows: torch.Tensor) -> bool:
+    """Whether the kernels below can be used: they have no gradients, and torch cannot compile them or trace them."""
+    is_plain = rows.dtype == torch.float32 and not (rows.requires_grad and torch.is_grad_enabled())
+    is_followed = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
+    return is_plain and not is_followed and has_kernels()  # asked anew where a model was copied to another machine
+
+
+def norm_rows(rows: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of `(..., width)`, with a factor `(width,)`. The width is a multiple of [`LANES`]."""
+    rows = rows.contiguous()
+    found, width = torch.empty_like(rows), rows.shape[-1]
+    pointers = rows.data_ptr(), factor.data_ptr(), found.data_ptr()
+    _library().norm_rows(*pointers, rows.numel() // width, width, eps, torch.get_num_threads())
+    return found
+
+
+def turn_heads(
+    rows: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    heads: int,
+    factors: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """Turns the first heads of `(..., width of all heads)` by rotary embeddings, in place.
+
+    Args:
+        cosines, sines: `(..., D)`, D a multiple of twice [`LANES`].
+        heads: how many are turned.
+        factors: `(heads, D)`, of an RMSNorm of each head before it is turned.
+    """
+    cosines, sines = cosines.contiguous(), sines.contiguous()
+    pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), None if factors is None else factors.data_ptr()
+    width, stride = cosines.shape[-1], rows.shape[-1]
+    _library().turn_heads(*pointers, rows.numel() // stride, heads, width, stride, eps, torch.get_num_threads())
+
+
+def gate_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`(..., 2 * width)` to `(..., width)`: the SiLU of the first half times the second. The width is a multiple of
+    [`LANES`]."""
+    width = rows.shape[-1] // 2
+    found = rows.new_empty(*rows.shape[:-1], width)
+    _library().gate_rows(
+        rows.data_ptr(), found.data_ptr(), rows.numel() // (2 * width), width, torch.get_num_threads()
+    )
+    return found
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of rows, each by itself, so that a row has the same bits whatever attends beside it.
+
+    Args:
+        query: `(1, H, Q, D)`, D a multiple of [`LANES`].
+        key, value: `(1, H / G, K, D)`.
+        scaling: of the scores.
+        seen: places of the keys that rows see, one row's behind the other's, and where each row's begin, `(Q + 1,)`;
+            int32 both. `None`: all keys.
+
+    Returns:
+        `(1, Q, H, D)`.
+    """
+    _, heads, rows, width = query.shape
+    longest = key.shape[2]
+    found = query.new_empty(1, rows, heads, width)
+    steps = [query.stride(2), query.stride(1), key.stride(1), key.stride(2), value.stride(1), value.stride(2)]
+    places, ends = (None, None) if seen is None else (seen[0].data_ptr(), seen[1].data_ptr())
+    if _library().attend_rows(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), places, ends, found.data_ptr(), rows, heads,
+        heads // key.shape[1], longest, width, _Strides(*steps), scaling, torch.get_num_threads(),
+    ):  # fmt: skip
+        raise MemoryError(f"No memory is left for {rows} rows and {longest} keys.")
+    return found
+
+
+@torch.no_grad()
+def to_blocks(levels: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    """A matrix in the order that the kernels read, `(out / 8, in / 32, bytes of a block)` uint8: see `kernels.c`.
+
+    Args:
+        levels: `(out, in)`: int8 in 8 bits, uint8 in 4.
+        scales: `(out, in / 32)` each: steps, and in 4 bits the lows, which become float16.
+    """
+    padded = [F.pad(each, (0, 0, 0, -len(levels) % OUTPUTS)) for each in (levels, *scales)]
+    quads = padded[0].view(-1, OUTPUTS, levels.shape[1] // GROUP, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if levels.dtype == torch.uint8:
+        low, high = quads.chunk(2, 2)
+        quads = low | high << 4
+    halves = [each.half().unflatten(0, (-1, OUTPUTS)).transpose(1, 2).contiguous() for each in padded[1:]]
+    return torch.cat([quads.flatten(2).view(torch.uint8), *(half.view(torch.uint8) for half in halves)], -1)
+
+
+def from_blocks(blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
+    """The weights in such blocks, `(outputs, in)` float32."""
+    size = bits * GROUP * OUTPUTS // 8
+    levels, halves = blocks[..., :size], blocks[..., size:].contiguous().view(torch.float16).float()
+    levels = torch.cat((levels & 15, levels >> 4), -1) if bits == 4 else levels.contiguous().view(torch.int8)
+    groups = levels.unflatten(-1, (-1, OUTPUTS, 4)).permute(0, 3, 1, 2, 4).flatten(3)  # (tiles, outputs, groups, 32)
+    step, *low = (half.transpose(1, 2)[..., None] for half in halves.split(OUTPUTS, -1))
+    weights = groups * step
+    return (weights + low[0] if low else weights).flatten(0, 1).flatten(1)[:outputs]
+
+
+def has_kernels() -> bool:
+    """Whether this machine has the kernels; where it has not, the log says why."""
+    return _has_kernels()
+
+
+@lru_cache
+def _has_kernels() -> bool:
+    with _LOCK:
+        return _find_kernels()
+
+
+@lru_cache
+def _find_kernels() -> bool:
+    try:
+        _check()
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        logger.info("Products of 8 and 4 bits are torch's own: %s", getattr(error, "stderr", None) or error)
+        return False
+    name = "wedlm_hf::multiply_groups"
+    torch.library.define(name, "(Tensor rows, Tensor blocks, int outputs, int bits) -> Tensor")
+    torch.library.impl(name, "CPU")(_multiply)
+    torch.library.register_fake(name)(lambda rows, blocks, outputs, bits: rows.new_empty(*rows.shape[:-1], outputs))
+    return True
+
+
+@lru_cache
+def _library() -> Any:
+    """The functions of `kernels.c`. Raises `OSError` and `subprocess.SubprocessError` where it cannot be had."""
+    capability, instructions = torch.backends.cpu.get_cpu_capability(), _instructions()
+    if capability not in ("AVX2", "AVX512") or not instructions >= {"avx2", "fma", "f16c"}:
+        raise OSError(f"the kernels are for Linux on processors with AVX2, and this one is {capability}.")
+    if (threads := next(Path(torch.__file__).with_name("lib").glob("libgomp*"), None)) is None:
+        raise OSError("the kernels share the threads of torch's own libgomp, which this torch has not.")
+    has_vnni = capability == "AVX512" and instructions >= {"avx512vl", "avx512_vnni"}
+    flags = [*_FLAGS, *(_VNNI if has_vnni else ())]
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    key = hashlib.sha256(
+        repr((compiler, flags, platform.libc_ver(), str(threads), _SOURCE.read_bytes())).encode()
+    ).hexdigest()
+    path = cache_folder() / f"kernels-{key[:16]}.so"
+    if _is_whole(path):
+        library = ctypes.CDLL(str(path))
+    else:
+        with TemporaryDirectory() as folder:
+            compiled, part = Path(folder, path.name), str(Path(folder, "kernels.o"))
+            compiling = [*compiler, *flags, "-c", str(_SOURCE), "-o", part]
+            linking = [*compiler, "-shared", "-Wl,--no-undefined", part, str(threads), "-lm", "-o", str(compiled)]
+            for command in (compiling, linking):
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE)
+            content = compiled.read_bytes()
+            with suppress(OSError):  # a disk that is full: compiled again next time
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # of this process alone on all hosts
+                unfinished.write_bytes(content + hashlib.sha256(content).digest())
+                unfinished.replace(path)
+            library = ctypes.CDLL(str(compiled))
+    for name, kinds in _ARGUMENTS.items():
+        getattr(library, name).argtypes = [_KINDS[kind] for kind in kinds]
+    return library
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a compiled file is there, with its digest behind: loading a part of one would end the process."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        return hashlib.sha256(content[:-32]).digest() == content[-32:]
+    return False
+
+
+def _instructions() -> set[str]:
+    """What Linux says that all of its processors can do."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("flags"):
+                return set(line.split())
+    return set()
+
+
+def _check() -> None:
+    """Raises `OSError` if the kernels compute something else on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-127, 128, (7, 2 * GROUP), generator=generator).float()
+    rows[:, ::GROUP] = 127  # these rows are rounded to themselves: 128 levels to a number
+    for bits, dtype, least, beyond in ((8, torch.int8, -127, 128), (4, torch.uint8, 0, 16)):
+        levels = torch.randint(least, beyond, (11, 2 * GROUP), generator=generator).to(dtype)
+        scales = torch.rand(1 if bits == 8 else 2, 11, 2, generator=generator).mul(8).round().div(8)
+        blocks = to_blocks(levels, *scales)
+        if not _multiply(rows, blocks, len(levels), bits).equal(rows @ from_blocks(blocks, len(levels), bits).T):
+            raise OSError(f"what this machine's compiler made of {_SOURCE.name} computes something else.")
