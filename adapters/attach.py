@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.find import ADAPTER_FILE
-from ..checkpoints.packed import multiply, pack_matrix
+from ..checkpoints.matrices import near_matrix
 from ..checkpoints.packed_layers import PackedLinear
 from ..generation.drafter import head_rows
 from ..generation.forward import forward_as
@@ -32,7 +32,18 @@ from .adapter_files import (
 )
 from .formats import read_adapter
 from .layers import base_layer, decoder_layers, find_targets, root_layer_of, sizes_of
-from .mask_adapter import FOREIGN, HOOKS, CatchInner, CatchSlots, EmbedSlots, MaskAdapter, RootHead, Slots, Update
+from .mask_adapter import (
+    FOREIGN,
+    HOOKS,
+    CatchInner,
+    CatchSlots,
+    EmbedSlots,
+    MaskAdapter,
+    RootHead,
+    Slots,
+    Update,
+    multiply,
+)
 from .probe import SHARDED, check_attachable, check_masks
 
 # The first draft behind a row mixes what the mask and the root head predict. This is the root head's share: 0.2 was
@@ -117,7 +128,7 @@ class AttachedModel(WeDLMGenerationMixin):
         hidden = hidden[..., : adapter.hidden_size]
         if adapter.head is not None:
             found = adapter.matrices(self.dtype, self._is_packed)
-            hidden = adapter.head(hidden, self.get_input_embeddings()(previous_ids), found.head, found.multiply)
+            hidden = adapter.head(hidden, self.get_input_embeddings()(previous_ids), found.head)
         return hidden if of_root is None else torch.lerp(hidden, of_root.to(hidden), ROOT_WEIGHT)
 
     def root_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
@@ -125,7 +136,7 @@ class AttachedModel(WeDLMGenerationMixin):
         their inner states behind, if the root head reads them."""
         adapter = self.mask_adapter
         found = adapter.matrices(self.dtype, self._is_packed)
-        return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head, found.multiply)
+        return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head)
 
     def root_shortlist(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
         """The tokens that the root head drafts among, `(S,)` int64, and what scores them: some rows of the head.
@@ -169,11 +180,11 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
         if not len(tokens):
             return None
         rows = (head.unpacked() if table is None else table)[tokens]
-        product, matrix = (multiply, pack_matrix(rows)) if is_packed else (nn.functional.linear, rows)
+        matrix = near_matrix(rows) if is_packed else rows
         bias = None if head.bias is None else head.bias[tokens]
 
         def score(states: torch.Tensor) -> torch.Tensor:
-            scores = product(states, matrix)
+            scores = multiply(states, matrix)
             return scores if bias is None else scores + bias
 
         adapter.frequent = key, (tokens, score)

@@ -7,20 +7,26 @@ before the masks and never attend to them, so their logits, keys and values are 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoints.packed import multiply, pack_matrix
+from ..checkpoints.kernels import add_update, takes
+from ..checkpoints.matrices import Grouped, Matrix, near_matrix
 from ..generation.forward import UNDER_WAY
 from ..generation.rows import MaskRun
 from .adapter_files import MOST_FREQUENT, MaskAdapterSettings
 
-Pair = tuple[Any, Any]
-"""Two matrices to multiply rows with, one after the other, maybe packed: `(inner, in)` and `(out, inner)`."""
+Pair = tuple[torch.Tensor | Matrix, torch.Tensor | Matrix]
+"""Two matrices to multiply rows with, one after the other: `(inner, in)` and `(out, inner)`."""
+
+
+def multiply(rows: torch.Tensor, matrix: torch.Tensor | Matrix) -> torch.Tensor:
+    """`(..., in)` to `(..., out)`, by a matrix of [`Pair`]."""
+    return nn.functional.linear(rows, matrix) if isinstance(matrix, torch.Tensor) else matrix(rows)
 
 
 @dataclass
@@ -30,7 +36,6 @@ class Matrices:
     updates: dict[str, list[Pair]]  # for each target, of each layer
     head: Pair | None
     root_head: Pair | None
-    multiply: Callable[[torch.Tensor, Any], torch.Tensor]  # rows with one of them
 
 
 @dataclass
@@ -75,9 +80,13 @@ class Update:
         down, up = slots.matrices.updates[self.target][self.layer]
         start = output.shape[1] - slots.count
         rows, last = (each.narrow(1, start, slots.count) for each in (args[0], output))
+        is_plain = slots.mask is None and len(rows) == 1 and takes(rows) and rows.is_contiguous()
+        is_plain = is_plain and last.is_contiguous() and last.dtype == torch.float32  # no part of a larger product
+        if is_plain and isinstance(down, Grouped) and isinstance(up, Grouped):
+            add_update(rows[0], down.weight, up.weight, down.shape[0], last[0])
+            return None
         if len(rows) > 1:  # as one matrix: torch multiplies slices of a batch one by one, with copies of the weights
             rows = rows.flatten(0, 1)
-        multiply = slots.matrices.multiply
         update = multiply(multiply(rows, down), up)
         if len(last) > 1:
             update = update.view_as(last)
@@ -156,7 +165,6 @@ class PreviousTokenHead(nn.Module):
         hidden: torch.Tensor,
         previous: torch.Tensor,
         pair: Pair | None = None,
-        multiply: Callable[[torch.Tensor, Any], torch.Tensor] = nn.functional.linear,
     ) -> torch.Tensor:
         """Hidden states `(..., H)` for the base's head.
 
@@ -164,7 +172,7 @@ class PreviousTokenHead(nn.Module):
             hidden: `(..., H)`, the masks' last hidden states; of the root head, those that predicted the last token,
                 or `(..., 2H)`, with the inner states behind.
             previous: `(..., 2, H)`, the embeddings of the two tokens before each mask, in the order of the text.
-            pair, multiply: the head's own matrices in another format, and what multiplies rows with them.
+            pair: the head's own matrices in another format.
         """
         down, up = pair or (self.down, self.up)
         dtype = down.dtype if isinstance(down, torch.Tensor) else torch.float32  # which packed matrices take
@@ -267,7 +275,7 @@ class MaskAdapter(nn.Module):
         Args:
             slots: `(B, M)` bool, which of the last M physical rows are slots; M where all are; `None` for none.
             dtype: of the rows.
-            is_packed: the model's layers are, and so are the updates: half as many bytes to read.
+            is_packed: the model's layers are, and so are the updates.
 
         Returns:
             The slots, with the states that the head read once the forward has run. `None` where nothing reads them:
@@ -295,19 +303,18 @@ class MaskAdapter(nn.Module):
             return prepared[1]
 
         def each(stacked: torch.Tensor) -> list[Any]:
-            return [pack_matrix(matrix) for matrix in stacked] if is_packed else list(stacked.to(dtype).unbind())
+            return [*map(near_matrix, stacked)] if is_packed else list(stacked.to(dtype).unbind())
 
         def pair(head: PreviousTokenHead | None) -> Pair | None:
             if head is None:
                 return None
-            return (pack_matrix(head.down), pack_matrix(head.up)) if is_packed else (head.down, head.up)
+            return (near_matrix(head.down), near_matrix(head.up)) if is_packed else (head.down, head.up)
 
         updates = {
             target.replace("/", "."): list(zip(each(down), each(self.up[target]), strict=True))
             for target, down in self.down.items()
         }
-        product = multiply if is_packed else nn.functional.linear
-        found = Matrices(updates, pair(self.head), pair(self.root_head), product)
+        found = Matrices(updates, pair(self.head), pair(self.root_head))
         # Optimizers may change parameters without raising their version: what trains is never kept.
         self._prepared = None if trains else (key, found)
         return found

@@ -212,6 +212,6 @@ def test_updates_of_a_mask_adapter_are_packed_with_the_model():
         (down, up), *_ = next(iter(model.mask_adapter.matrices(torch.float32, True).updates.values()))
         for parameter in model.mask_adapter.parameters():
             parameter.zero_()
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert (found - expected).norm() < 0.02 * expected.norm()
     assert not isinstance(down, torch.Tensor) and not isinstance(up, torch.Tensor)
     assert not logits(model, IDS[1:], 2).equal(found)  # weights that change are packed anew

@@ -238,7 +238,7 @@ def test_a_loaded_adapters_matrices_are_packed_before_the_first_answer(tmp_path,
     load_mask_adapter(model, tmp_path, any_base=True)
     packs = Mock()
     for module in (mask_adapter, attach):
-        monkeypatch.setattr(module, "pack_matrix", packs)
+        monkeypatch.setattr(module, "near_matrix", packs)
     model.generate(torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=8)
     assert not packs.called
 
