@@ -26,8 +26,6 @@ from .kernels import LANES, attend_rows, gate_rows, has_kernels, takes, turn_hea
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
-
-
 # How far kernels may be from torch, as a share: layers of few bits round their inputs, which enlarges differences.
 _CLOSE = 0.02
 
@@ -122,9 +120,9 @@ class FusedAttention(Fused):
             query, key = turned.split_with_sizes((queries, keys), 1)
         is_static = False
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
-            cache = how.pop(name)
-            key, value = cache.update(key, value, self.layer_idx)
-            is_static = cache.is_compileable
+            past = how.pop(name)
+            key, value = past.update(key, value, self.layer_idx)
+            is_static = past.is_compileable
         how.pop("position_ids", None)  # for packed documents, in kernels of GPUs
         kind: Any = type(self)
         attend = _home(kind).ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -9,7 +9,7 @@
 // bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
 //
 // A row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are sums of integers,
-// which are exact. (In 8 bits, whose products take half as long, a model writes other texts, and layer by layer small
+// the same in any order. (In 8 bits, whose products take half as long, a model writes other texts, and layer by layer small
 // differences become large ones.) Every sum of floats has one order: a row has the same bits whatever stands beside it,
 // in any number of threads.
 

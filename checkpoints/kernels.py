@@ -186,17 +186,12 @@ def from_blocks(blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
 
 def has_kernels() -> bool:
     """Whether this machine has the kernels; where it has not, the log says why."""
-    return _has_kernels()
+    with _LOCK:
+        return _has_kernels()
 
 
 @lru_cache
 def _has_kernels() -> bool:
-    with _LOCK:
-        return _find_kernels()
-
-
-@lru_cache
-def _find_kernels() -> bool:
     try:
         _check()
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:

@@ -34,7 +34,7 @@ from wedlm_hf.checkpoints.kernels import (
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="no C compiler, or no AVX2")
 pytestmark = needs_kernels if shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() != "AVX2" else []
 
-LIBRARY, HAS_KERNELS = kernels._library.__wrapped__, kernels._find_kernels.__wrapped__
+LIBRARY, HAS_KERNELS = kernels._library.__wrapped__, kernels._has_kernels.__wrapped__
 sizes = {"seed": st.integers(0, 2**31), "count": st.integers(1, 11)}
 
 
