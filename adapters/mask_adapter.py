@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.kernels import add_update, takes
-from ..checkpoints.matrices import Grouped, Matrix, near_matrix
+from ..checkpoints.matrices import Matrix, near_matrix
 from ..generation.forward import UNDER_WAY
 from ..generation.rows import MaskRun
 from .adapter_files import MOST_FREQUENT, MaskAdapterSettings
@@ -52,6 +51,16 @@ class Slots:
     states: torch.Tensor | None = None
     inner: torch.Tensor | None = None
 
+    _places: torch.Tensor | None = None
+
+    def places(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where slots are among the `B * T` rows of a forward, `(B, T, H)`: int32."""
+        if self._places is None:
+            sequences, count = rows.shape[:2]
+            places = torch.arange(sequences * count, dtype=torch.int32).view(sequences, count)[:, count - self.count :]
+            self._places = (places if self.mask is None else places[self.mask[..., 0]]).flatten().contiguous()
+        return self._places
+
     @property
     def hidden(self) -> torch.Tensor:
         """`(B, M, H)`, last hidden states of the last M rows."""
@@ -80,11 +89,6 @@ class Update:
         down, up = slots.matrices.updates[self.target][self.layer]
         start = output.shape[1] - slots.count
         rows, last = (each.narrow(1, start, slots.count) for each in (args[0], output))
-        is_plain = slots.mask is None and len(rows) == 1 and takes(rows) and rows.is_contiguous()
-        is_plain = is_plain and last.is_contiguous() and last.dtype == torch.float32  # no part of a larger product
-        if is_plain and isinstance(down, Grouped) and isinstance(up, Grouped):
-            add_update(rows[0], down.weight, up.weight, down.shape[0], last[0])
-            return None
         if len(rows) > 1:  # as one matrix: torch multiplies slices of a batch one by one, with copies of the weights
             rows = rows.flatten(0, 1)
         update = multiply(multiply(rows, down), up)
@@ -96,6 +100,14 @@ class Update:
             return last + update if start == 0 else torch.cat([output[:, :start], last + update], dim=1)
         last.add_(update)
         return None
+
+    def low_rank(self, rows: torch.Tensor) -> tuple[Any, Any, torch.Tensor] | None:
+        """For kernels that compute a whole decoder layer: the two matrices, and which of the rows `(B, T, H)` they are
+        for, as places among the `B * T`, int32. `None` where it adds nothing."""
+        slots: Slots | None = UNDER_WAY.slots
+        if slots is None or not slots.count:
+            return None
+        return *slots.matrices.updates[self.target][self.layer], slots.places(rows)
 
 
 @dataclass(frozen=True)

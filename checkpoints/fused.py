@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from operator import is_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .kernels import LANES, attend_rows, gate_rows, has_kernels, takes, turn_heads
+from .kernels import LANES, LayerKernels, Updates, attend_rows, gate_rows, has_kernels, memory_of, takes, turn_heads
+from .matrices import Grouped
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
@@ -36,6 +38,7 @@ class Fused:
     base_class: type
     layer_names: tuple[str, ...]  # of those that read the same rows
     has_kernels = False  # whether kernels compute
+    needs_kernels = False  # and whether it is fused for their sake alone
     attends_by_row = False  # whether rows attend one by one, in steps and in AR decoding
 
     def together(self: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -50,10 +53,10 @@ class Fused:
         return found
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Copies and pickles are made of classes that a name can find."""
+        """Copies and pickles are made of classes that a name can find, and have no addresses of memory."""
         parts: Any = super().__reduce_ex__(protocol)
-        make, (_, *rest), *state = parts
-        return _rebuilt, (type(self).__bases__[0], self.base_class, make, *rest), *state
+        make, (_, *rest), state, *others = parts
+        return _rebuilt, (type(self).__bases__[0], self.base_class, make, *rest), {**state, "_looked": None}, *others
 
 
 class FusedAttention(Fused):
@@ -101,16 +104,13 @@ class FusedAttention(Fused):
             found: tuple[torch.Tensor, Any] = own.forward(hidden_states, position_embeddings, attention_mask, **how)
             return found
         queries, keys, _ = self._heads
-        shape = hidden_states.shape[:-1]
         rows = self.together(hidden_states)
-        is_native = self.has_kernels and takes(rows) and cos.shape[:-1] == shape
-        is_native = is_native and cos.dtype == sin.dtype == torch.float32
-        if is_native:
-            turn_heads(rows, cos, sin, queries + keys, self._norms, self._eps)
-        heads = rows.view(*shape, -1, self.head_dim).transpose(1, 2)
-        if is_native:
-            query, key, value = heads.split_with_sizes(self._heads, 1)
+        embeddings = _of_rows(cos, sin, rows, self.head_dim) if self.has_kernels and takes(rows) else None
+        if embeddings is not None:
+            turn_heads(rows, *embeddings, queries + keys, self._norms, self._eps)
+            query, key, value = self.split(rows)
         else:
+            heads = rows.view(*rows.shape[:-1], -1, self.head_dim).transpose(1, 2)
             turned, value = heads.split_with_sizes((queries + keys, keys), 1)
             if self._norms is not None:
                 turned = PackedNorm.normed(turned, self._norms, self._eps)
@@ -118,23 +118,50 @@ class FusedAttention(Fused):
             first, second = turned.split_with_sizes((self.head_dim // 2,) * 2, -1)
             turned = (turned * cos).add_(torch.cat((-second, first), -1) * sin)
             query, key = turned.split_with_sizes((queries, keys), 1)
-        is_static = False
+        output, weights = self.attend(query, key, value, attention_mask, embeddings is not None, how)
+        return self.o_proj(output), weights
+
+    def split(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, `(B, heads, Q, D)` each, that stand side by side in rows `(B, Q, width)`."""
+        heads = rows.view(*rows.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        parts: tuple[torch.Tensor, ...] = heads.split_with_sizes(self._heads, 1)
+        return parts
+
+    def attend(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, is_native: bool, how: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """What turned queries find, `(B, Q, width of queries)`, with the weights of an implementation that has them.
+
+        Args:
+            query, key, value: `(B, heads, Q, D)`.
+            mask: the layer's.
+            is_native: whether kernels turned them.
+            how: the layer's other arguments, with its cache.
+        """
+        seen = self.seen(mask, len(query), query.shape[2]) if is_native else False
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
             past = how.pop(name)
             key, value = past.update(key, value, self.layer_idx)
-            is_static = past.is_compileable
+            seen = False if past.is_compileable else seen
+        if seen is not False and _is_plain(key) and _is_plain(value):
+            return attend_rows(query, key, value, self.scaling, seen).flatten(2), None
         how.pop("position_ids", None)  # for packed documents, in kernels of GPUs
-        kind: Any = type(self)
-        attend = _home(kind).ALL_ATTENTION_FUNCTIONS["sdpa"]
-        is_ours = getattr(attend, "takes_kernels", attend is sdpa_attention_forward)  # nobody registered another one
-        if is_native and self.attends_by_row and is_ours and not is_static and _is_plain(key) and _is_plain(value):
-            if len(query) == query.shape[2] == 1 and (seen := _seen(attention_mask)) is not False:
-                output = attend_rows(query, key, value, self.scaling, seen)
-                return self.o_proj(output.view(*shape, -1)), None
-            how["attend_rows"] = attend_rows  # for rows that attend one by one in a step, as they do here
         how["sliding_window"] = getattr(self, "sliding_window", None)
-        output, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **how)
-        return self.o_proj(output.reshape(*shape, -1)), weights
+        attend = self.functions()["sdpa"]
+        output, weights = attend(self, query, key, value, mask, dropout=0.0, scaling=self.scaling, **how)
+        return output.flatten(2), weights
+
+    def functions(self: Any) -> Any:
+        """What looks up the attention function by name."""
+        return _home(type(self)).ALL_ATTENTION_FUNCTIONS
+
+    def seen(self: Any, mask: Any, sequences: int, count: int) -> Any:
+        """What rows, as many of each sequence, see by a mask, for [`attend_rows`]; `False` where they attend together,
+        or by a function of others."""
+        attend = self.functions()["sdpa"] if self.attends_by_row else None
+        if attend is not sdpa_attention_forward and not hasattr(attend, "takes_kernels"):
+            return False
+        return _seen(mask, sequences, count)
 
     def rounds_inputs(self: Any) -> bool:
         """Whether the product that queries, keys and values come from rounds its rows."""
@@ -168,13 +195,17 @@ class FusedMLP(Fused):
     def prepare(self: Any) -> None:
         """Raises `AttributeError` for other layers."""
         self._gate = self.act_fn  # which kernels take the place of
+        values = torch.linspace(-100, 100, 801)
+        found, how = self.act_fn(values), {"rtol": 1e-5, "atol": 1e-6}
+        self._is_gelu = torch.allclose(found, nn.functional.gelu(values, approximate="tanh"), **how)
+        self._is_known = self._is_gelu or torch.allclose(found, nn.functional.silu(values), **how)
         assert self.gate_proj.out_features == self.up_proj.out_features == self.down_proj.in_features
 
     def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
         """The base's."""
         both = self.together(rows)
         if self.has_kernels and takes(both) and self.act_fn is self._gate and not _is_changed(self.act_fn):
-            between = gate_rows(both)
+            between = gate_rows(both, self._is_gelu)
         else:
             gate, up = both.chunk(2, -1)
             between = self.act_fn(gate) * up
@@ -182,14 +213,129 @@ class FusedMLP(Fused):
         return output
 
     def suits_kernels(self: Any) -> bool:
-        """Whether the gate is a SiLU, and of whole eights."""
-        values = torch.linspace(-100, 100, 801)
-        is_silu = torch.allclose(self.act_fn(values), nn.functional.silu(values), rtol=1e-5, atol=1e-6)
-        return is_silu and self.gate_proj.out_features % LANES == 0
+        """Whether the gate is a known one, and of whole eights."""
+        return bool(self._is_known) and self.gate_proj.out_features % LANES == 0
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives."""
         return (call(rows),)
+
+
+class _Looked(NamedTuple):
+    """What a layer was when its kernels were prepared."""
+
+    kernels: LayerKernels
+    owners: list[dict[str, Any]]  # of its modules and of their parameters
+    found: list[Any]  # in these
+    own: list[dict[str, Any]]  # attributes of the modules, which had no forward of their own
+    hooks: list[dict[Any, Any]]  # which were empty
+    norms: list[PackedNorm]
+    tensors: list[torch.Tensor]  # norms of heads, and biases
+    pointers: list[int]  # to factors of norms and to these
+
+
+class FusedLayer(Fused):
+    """A decoder layer that is computed by one kernel, or by two where a cache stores keys and values by itself; the
+    updates of a mask adapter, too. Where anything else happens in its modules, it computes as its own class does."""
+
+    layer_names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    needs_kernels = True
+    _looked: _Looked | None
+
+    def prepare(self: Any) -> None:
+        """Raises `AttributeError` or `TypeError` for other layers."""
+        attention, mlp, self._looked = self.self_attn, self.mlp, None
+        is_gemma = hasattr(self, "pre_feedforward_layernorm")
+        names = [*self.layer_names[2:], *(("pre_feedforward_layernorm", "post_feedforward_layernorm") * is_gemma)]
+        norms = [getattr(self, name) for name in names]
+        layers = [*map(attention.__getattr__, (*FusedAttention.layer_names, "o_proj"))]
+        layers += map(mlp.__getattr__, (*FusedMLP.layer_names, "down_proj"))
+        groups = layers[:3], layers[3:4], layers[4:6], layers[6:]
+        is_known = attention._is_prepared and all(type(norm) is PackedNorm and norm.has_kernels for norm in norms)
+        for group in groups:
+            product = group[0].product
+            is_known = is_known and len(product.sizes) == len(group) and isinstance(product.matrix, Grouped)
+            is_known = is_known and all(type(each) is PackedLinear and each.product is product for each in group)
+        if not is_known:
+            raise TypeError("These parts have no kernels.")
+        sides = norms if is_gemma else [norms[0], None, norms[1], None]
+        biases, of_heads = [layer.bias for layer in layers], attention._norms
+        kernels = LayerKernels(
+            [group[0].product.matrix for group in groups],
+            biases,
+            [*(None if norm is None else norm.factor for norm in sides), of_heads],
+            [*(getattr(norm, "eps", 0.0) for norm in sides), attention._eps],
+            tuple(attention._heads[:2]),
+            mlp._is_gelu,
+        )
+        owners = [each._modules for each in (self, attention, mlp)]
+        modules = [each for owner in owners for each in owner.values() if isinstance(each, nn.Module)]
+        owners += [each._parameters for each in modules]
+        found = [each for owner in owners for each in owner.values()]
+        updated = [id(layer._forward_hooks) for layer in layers]  # by hooks that say so
+        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in updated]
+        tensors = [each for each in (of_heads, *biases) if each is not None]
+        pointers = [each.data_ptr() for each in (*(norm.factor for norm in norms), *tensors)]
+        self._layers = layers
+        self._looked = _Looked(kernels, owners, found, [*map(vars, modules)], hooks, norms, tensors, pointers)
+
+    def _known(self: Any) -> LayerKernels | None:
+        """The kernels, if all is as it was."""
+        if self._looked is None:  # copied
+            with suppress(AttributeError, TypeError):
+                self.prepare()
+        looked, attention = self._looked, self.self_attn
+        if (
+            looked is None
+            or any(looked.hooks)
+            or _has_any_global_hook()
+            or _implementation(attention.config) != "sdpa"
+        ):
+            return None
+        found = [each for owner in looked.owners for each in owner.values()]
+        if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
+            return None
+        if any(["forward" in own for own in looked.own]) or attention._parts != attention.parts():
+            return None
+        tensors = [*(norm.factor for norm in looked.norms), *looked.tensors]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+            return None
+        if [each.data_ptr() for each in tensors] != looked.pointers:
+            self.prepare()
+        return self._looked.kernels
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        """The base's, on `(B, Q, hidden size)`."""
+        turns, attention = how.get("position_embeddings"), self.self_attn
+        kernels, updates = None, None
+        if not args and turns is not None and self.has_kernels and not self.training and takes(hidden_states):
+            kernels = self._known()
+        if kernels is not None:
+            turns, updates = _of_rows(*turns, hidden_states, attention.head_dim), _updates(self._layers, hidden_states)
+        if kernels is None or turns is None or updates is False:
+            own: Any = super()
+            found: torch.Tensor = own.forward(hidden_states, *args, **how)
+            return found
+        rows, mask = hidden_states.contiguous(), how.pop("attention_mask", None)
+        rooms = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
+        if len(rooms) == 1 and rooms[0] is not None and (seen := attention.seen(mask, *rows.shape[:2])) is not False:
+            return kernels.step(rows, turns, memory_of(*rooms[0], attention.scaling, seen), updates)
+        del how["position_embeddings"]
+        states = attention.split(kernels.begin(rows, *turns, updates))
+        attended, _ = attention.attend(*states, mask, True, how)
+        return kernels.end(rows, attended.contiguous(), updates)
+
+    def suits_kernels(self: Any) -> bool:
+        """Whether its parts have kernels."""
+        return bool(self.self_attn.has_kernels and self.mlp.has_kernels)
+
+    def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
+        """What `call`, this forward or the base's, adds to its rows and caches."""
+
+        def attend(rows: torch.Tensor, turns: Any, mask: Any, **how: Any) -> tuple[torch.Tensor]:
+            return (call(rows, attention_mask=mask, position_embeddings=turns, **how) - rows,)
+
+        return self.self_attn.probe(attend, rows, cache)
 
 
 def _is_watched(module: Any) -> bool:
@@ -201,22 +347,56 @@ def _is_changed(activation: Any) -> bool:
     return isinstance(activation, nn.Module) and (_has_any_global_hook() or _is_watched(activation))
 
 
+def _of_rows(
+    cosines: torch.Tensor, sines: torch.Tensor, rows: torch.Tensor, width: int
+) -> tuple[torch.Tensor, ...] | None:
+    """Rotary embeddings `(B, Q, D)` of rows `(B, Q, ...)`; `None` for others than kernels take."""
+    shape = *rows.shape[:2], width
+    if cosines.dtype != torch.float32 or sines.dtype != torch.float32 or cosines.shape != sines.shape:
+        return None
+    if cosines.shape != shape:
+        if cosines.shape != (1, *shape[1:]):
+            return None
+        cosines, sines = cosines.expand(shape), sines.expand(shape)
+    return cosines.contiguous(), sines.contiguous()
+
+
+def _updates(layers: list[Any], rows: torch.Tensor) -> Any:
+    """What hooks add to these layers; `None` where they add nothing, and `False` where kernels cannot add it."""
+    pairs: list[Any] = [None] * len(layers)
+    places = None
+    for number, layer in enumerate(layers):
+        for hook in layer._forward_hooks.values():
+            if not hasattr(hook, "low_rank") or pairs[number] is not None:
+                return False
+            if (found := hook.low_rank(rows)) is not None:
+                down, up, places = found
+                if not (isinstance(down, Grouped) and isinstance(up, Grouped)):
+                    return False
+                pairs[number] = down.weight, up.weight, down.shape[0]
+    return None if places is None else Updates(pairs, places)
+
+
 def _is_plain(states: torch.Tensor) -> bool:
     return states.dtype == torch.float32 and states.stride(3) == 1
 
 
-def _seen(mask: torch.Tensor | None) -> Any:
-    """What one row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask: all
+def _seen(mask: torch.Tensor | None, sequences: int, count: int) -> Any:
+    """What each row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask: all
     layers share that."""
     if mask is None:
-        return None
-    if mask.dtype != torch.bool or mask.shape[:3] != (1, 1, 1):
-        return False
-    found = getattr(mask, "seen_places", None)
+        return None if count == 1 else False
+    found: Any = getattr(mask, "seen_places", None)
     if found is None:
-        places = mask.flatten().nonzero()[:, 0].int()
-        found = mask.seen_places = places, torch.tensor([0, len(places)], dtype=torch.int32)  # type: ignore[attr-defined]
-    return found
+        # A step says it beside its mask. That of an AR step is `(B, 1, 1, K)`.
+        visible = getattr(mask, "visible", mask if count == 1 else None)
+        found = False
+        if visible is not None and visible.dtype == torch.bool and visible.shape[1:3] == (1, count):
+            rows = visible.expand(sequences, -1, -1, -1).flatten(0, 2)
+            ends = nn.functional.pad(rows.sum(1).cumsum(0), (1, 0))
+            found = rows.nonzero()[:, 1].int(), ends.int()
+        mask.seen_places = found  # type: ignore[attr-defined]
+    return False if found and len(found[1]) != sequences * count + 1 else found
 
 
 def _implementation(config: Any) -> str:
@@ -255,17 +435,20 @@ def _rebuilt(mixin: type, base: type, make: Any, *rest: Any) -> Any:
 
 @torch.no_grad()
 def fuse(model: nn.Module) -> None:
-    """Fuses the modules of a packed model that give the very same values so."""
+    """Fuses the modules of a packed model that give the same values so."""
     keeps_state = getattr(model, "_is_stateful", False)  # the rows of its steps attend together
-    for module in list(model.modules()):
+    modules = [module for module in model.modules() if not isinstance(module, Fused) and "forward" not in vars(module)]
+    for module in modules:
         for mixin in (FusedAttention, FusedMLP):
-            if not isinstance(module, Fused) and all(hasattr(module, name) for name in mixin.layer_names):
-                layers = [getattr(module, name) for name in mixin.layer_names]
-                if _shared(*layers) is not None and "forward" not in vars(module):
+            if all(hasattr(module, name) for name in mixin.layer_names):
+                if _shared(*(getattr(module, name) for name in mixin.layer_names)) is not None:
                     _try(module, mixin)
-                    if isinstance(module, FusedAttention):
-                        # Where small differences grow, as decoding decides it; elsewhere rows attend together.
-                        module.attends_by_row = module.has_kernels and not keeps_state and module.rounds_inputs()
+        if isinstance(module, FusedAttention):
+            # Where small differences grow, as decoding decides it; elsewhere rows attend together.
+            module.attends_by_row = module.has_kernels and not keeps_state and module.rounds_inputs()
+    for module in modules:
+        if all(hasattr(module, name) for name in FusedLayer.layer_names):
+            _try(module, FusedLayer)
 
 
 def _try(module: Any, mixin: Any) -> None:
@@ -290,7 +473,8 @@ def _try(module: Any, mixin: Any) -> None:
                 if module.has_kernels:
                     module.has_kernels = all(_is_close(module, base, name, count, scale) for count, scale in _PROBED)
                 module.training = before["training"]
-                return
+                if module.has_kernels or not mixin.needs_kernels:
+                    return
     vars(module).clear()
     vars(module).update(before)
     module.__class__ = base
@@ -309,7 +493,7 @@ def _is_close(module: Any, base: Any, cache: str, count: int, scale: float) -> b
 
 def _both(module: Any, base: Any, cache: str, count: int, scale: float) -> list[Any]:
     """What a fused module and its base give so many rows."""
-    size = next(layer.in_features for layer in module.children() if isinstance(layer, PackedLinear))
+    size = next(layer.in_features for layer in module.modules() if isinstance(layer, PackedLinear))
     rows = torch.randn(1, count, size, generator=torch.Generator().manual_seed(count)) * scale
     calls = module.forward, partial(base.forward, module)
     return [module.probe(call, rows, cache) for call in calls]

@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, BYTES = 2 * GROUP, LARGEST = 127 << 7 };
 // So few numbers, weights and products are done before other threads would have begun.
@@ -119,7 +120,7 @@ static inline __m256i dot_8bit(__m256i weights, __m256i sizes, const int8_t *lev
 // The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is inlined.
 static inline __attribute__((always_inline)) void multiply_block(int bits, int rows, const uint8_t *weights, int groups,
                                                                  const int8_t *levels, const Scale *scales, float *out,
-                                                                 int outputs, int left, int adds) {
+                                                                 int stride, int left) {
   const size_t bytes = bits * GROUP * OUTPUTS / 8, block = bytes + 2 * OUTPUTS * (bits == 4 ? 2 : 1);
   __m256 found[MOST_ROWS];
   for (int r = 0; r < rows; r++) found[r] = _mm256_setzero_ps();
@@ -158,22 +159,20 @@ static inline __attribute__((always_inline)) void multiply_block(int bits, int r
     }
   }
   for (int r = 0; r < rows; r++) {
-    float last[OUTPUTS], *place = out + r * (size_t)outputs;
-    if (left < OUTPUTS) {
-      _mm256_storeu_ps(last, found[r]);
-      for (int i = 0; i < left; i++) place[i] = adds ? place[i] + last[i] : last[i];
-    } else {
-      _mm256_storeu_ps(place, adds ? _mm256_add_ps(_mm256_loadu_ps(place), found[r]) : found[r]);
-    }
+    float last[OUTPUTS], *place = out + r * (size_t)stride;
+    _mm256_storeu_ps(left < OUTPUTS ? last : place, found[r]);
+    for (int i = 0; left < OUTPUTS && i < left; i++) place[i] = last[i];
   }
 }
 
-#define MULTIPLY(rows)                                                                      \
-  if (bits == 4) multiply_block(4, rows, own, groups, row, scale, to, outputs, left, adds); \
-  else multiply_block(8, rows, own, groups, row, scale, to, outputs, left, adds)
+#define MULTIPLY(rows)                                                                \
+  if (bits == 4) multiply_block(4, rows, own, groups, row, scale, to, outputs, left); \
+  else multiply_block(8, rows, own, groups, row, scale, to, outputs, left)
 
-static int multiply(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
-                    int adds, int threads) {
+// `rows` (count, width) and `out` (count, outputs) are float32, one row behind the other; the width is whole groups, and
+// `weights` are the blocks of as many outputs, rounded up. Returns 1 where memory is missing, else 0.
+int multiply_rows(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
+                  int threads) {
   const int groups = width / GROUP, tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
   const size_t block = (bits == 4 ? 16 + 4 : 32 + 2) * OUTPUTS;
   const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;
@@ -206,20 +205,24 @@ static int multiply(const float *rows, const uint8_t *weights, float *out, int c
   return is_short;
 }
 
-// `rows` (count, width) and `out` (count, outputs) are float32, one row behind the other; the width is whole groups, and
-// `weights` are the blocks of as many outputs, rounded up. Returns 1 where memory is missing, else 0.
-int multiply_rows(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
-                  int threads) {
-  return multiply(rows, weights, out, count, outputs, width, bits, 0, threads);
-}
+// Low-rank updates of some rows: two matrices of 8 bits, `down` (inner, width) and `up` (outputs, inner).
+typedef struct {
+  const uint8_t *down, *up;  // NULL where there is none
+  int64_t inner;
+} Update;
 
-// Adds to `out` what two matrices of 8 bits make of `rows`, one after the other: `down` (inner, width) and `up`
-// (outputs, inner).
-int add_update(const float *rows, const uint8_t *down, const uint8_t *up, float *out, int count, int outputs, int inner,
-               int width, int threads) {
-  float *between = malloc((size_t)count * inner * sizeof *between);
-  const int is_short = !between || multiply(rows, down, between, count, inner, width, 8, 0, threads) ||
-                       multiply(between, up, out, count, outputs, inner, 8, 1, threads);
+// Adds to `out`, rows of `stride` numbers, what an update makes of `rows`, which are those of `places`.
+static int add_update(const float *rows, const Update *update, float *out, const int32_t *places, int count, int outputs,
+                      int width, int stride, int threads) {
+  const int inner = update->inner;
+  if (!update->down || !count) return 0;
+  float *between = malloc((size_t)count * (inner + outputs) * sizeof *between), *found = between + (size_t)count * inner;
+  const int is_short = !between || multiply_rows(rows, update->down, between, count, inner, width, 8, threads) ||
+                       multiply_rows(between, update->up, found, count, outputs, inner, 8, threads);
+  for (int r = 0; r < count && !is_short; r++) {
+    float *row = out + places[r] * (size_t)stride;
+    for (int i = 0; i < outputs; i++) row[i] += found[r * (size_t)outputs + i];
+  }
   free(between);
   return is_short;
 }
@@ -279,21 +282,28 @@ static inline __m256 exp_of(__m256 x) {
   return _mm256_mul_ps(found, _mm256_castsi256_ps(power));
 }
 
-// silu(gate) * up: the halves of `rows` (count, 2 * width), into `out` (count, width); the width is a multiple of 8.
-void gate_rows(const float *rows, float *out, int count, int width, int threads) {
+// gate(first half) * second half of `rows` (count, 2 * width), into `out` (count, width), a multiple of 8. The gate is
+// SiLU, x / (1 + exp(-x)), or GELU by its tanh, x / (1 + exp(-2 * sqrt(2 / pi) * (x + 0.044715 * x^3))).
+void gate_rows(const float *rows, float *out, int count, int width, int is_gelu, int threads) {
 #pragma omp parallel for num_threads(threads) if (count * (size_t)width > FEW)
   for (int r = 0; r < count; r++) {
     const float *gate = rows + r * 2 * (size_t)width, *up = gate + width;
     for (int i = 0; i < width; i += LANES) {
       const __m256 x = _mm256_loadu_ps(gate + i), one = _mm256_set1_ps(1);
-      const __m256 share = _mm256_add_ps(one, exp_of(_mm256_sub_ps(_mm256_setzero_ps(), x)));
+      __m256 power = _mm256_sub_ps(_mm256_setzero_ps(), x);
+      if (is_gelu) {
+        const __m256 cubic = _mm256_fmadd_ps(_mm256_mul_ps(x, x), _mm256_set1_ps(0.044715f), one);
+        power = _mm256_mul_ps(_mm256_mul_ps(power, _mm256_set1_ps(1.59576912f)), cubic);
+      }
+      const __m256 share = _mm256_add_ps(one, exp_of(power));
       _mm256_storeu_ps(out + r * (size_t)width + i, _mm256_mul_ps(_mm256_div_ps(x, share), _mm256_loadu_ps(up + i)));
     }
   }
 }
 
 typedef struct {
-  int64_t query_row, query_head, key_head, key, value_head, value;  // how many numbers further the next one is
+  // How many numbers further the next one is, of rows, heads, sequences and slots.
+  int64_t query_row, query_head, key_sequence, key_head, key, value_sequence, value_head, value;
 } Strides;
 
 static inline const float *place_of(const float *first, int64_t stride, const int32_t *places, int index) {
@@ -345,23 +355,150 @@ static void attend(const float *query, const float *keys, const float *values, c
   }
 }
 
-// Attention of rows, each by itself. Row r sees the keys at places ends[r] to ends[r + 1] - 1 of `places`; without
-// `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple of 8. Returns 1 where
-// memory is missing, else 0.
+// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] - 1 of
+// `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple of 8.
+// Returns 1 where memory is missing, else 0.
 int attend_rows(const float *query, const float *keys, const float *values, const int32_t *places, const int32_t *ends,
-                float *out, int rows, int heads, int groups, int longest, int width, const Strides *strides,
-                float scaling, int threads) {
+                float *out, int rows, int of_each, int heads, int groups, int longest, int width,
+                const Strides *strides, float scaling, int threads) {
   const size_t room = (size_t)(longest + LANES - 1) / LANES * LANES;
   float *scores = malloc(rows * heads * room * sizeof *scores);
   if (!scores) return 1;
 #pragma omp parallel for num_threads(threads) if (rows * heads * room * width > FEW)
   for (int each = 0; each < rows * heads; each++) {
     const int r = each / heads, h = each % heads, start = ends ? ends[r] : 0;
-    attend(query + r * strides->query_row + h * strides->query_head, keys + h / groups * strides->key_head,
-           values + h / groups * strides->value_head, places ? places + start : NULL,
-           ends ? ends[r + 1] - start : longest, strides, width, scaling, scores + each * room,
-           out + each * (size_t)width);
+    attend(query + r * strides->query_row + h * strides->query_head,
+           keys + r / of_each * strides->key_sequence + h / groups * strides->key_head,
+           values + r / of_each * strides->value_sequence + h / groups * strides->value_head,
+           places ? places + start : NULL, ends ? ends[r + 1] - start : longest, strides, width, scaling,
+           scores + each * room, out + each * (size_t)width);
   }
   free(scores);
   return 0;
+}
+
+// A decoder layer: all but the attention itself, whose keys and values a cache keeps.
+typedef struct {
+  const uint8_t *weights[4];  // of queries, keys and values; of attention's output; of gate and up; of the MLP's output
+  const float *biases[7];     // of each layer in these matrices; NULL where it has none
+  const float *norms[4];      // before and behind attention, before and behind the MLP; NULL where there is none
+  const float *head_norms;    // (queries + keys, head_width), NULL where there are none
+  float eps[4], head_eps;
+  int32_t bits[4], hidden, queries, keys, head_width, inner, is_gelu;
+} Layer;
+
+static void add_bias(float *out, const float *bias, int count, int outputs, int stride) {
+  for (int r = 0; r < count && bias; r++)
+    for (int i = 0; i < outputs; i++) out[r * (size_t)stride + i] += bias[i];
+}
+
+// What the layers `first` to `last` of a matrix give, side by side.
+static int project(const Layer *layer, int matrix, const Update *updates, const int32_t *masks, int masked,
+                   const float *rows, float *out, int count, int width, int first, const int *sizes, int parts,
+                   int threads) {
+  int stride = 0, place = 0;
+  for (int i = 0; i < parts; i++) stride += sizes[i];
+  int is_short = multiply_rows(rows, layer->weights[matrix], out, count, stride, width, layer->bits[matrix], threads);
+  float *own = NULL;
+  if (updates && masked && !is_short) {
+    own = malloc((size_t)masked * width * sizeof *own);
+    is_short = !own;
+    for (int r = 0; r < masked && own; r++) memcpy(own + r * (size_t)width, rows + masks[r] * (size_t)width, width * sizeof *own);
+  }
+  for (int i = 0; i < parts && !is_short; place += sizes[i++]) {
+    add_bias(out + place, layer->biases[first + i], count, sizes[i], stride);
+    if (own) is_short = add_update(own, updates + first + i, out + place, masks, masked, sizes[i], width, stride, threads);
+  }
+  free(own);
+  return is_short;
+}
+
+// The queries, keys and values of `rows` (count, hidden), turned, into `out` (count, (queries + 2 * keys) * head_width).
+// `cosines` and `sines` are (count, head_width). `updates`, one for each layer, are of the rows at the places `masks`;
+// NULL without. Returns 1 where memory is missing, else 0.
+int begin_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
+                const float *cosines, const float *sines, float *out, int count, int threads) {
+  const int width = layer->head_width, hidden = layer->hidden, turned = layer->queries + layer->keys;
+  const int sizes[] = {layer->queries * width, layer->keys * width, layer->keys * width};
+  float *normed = malloc((size_t)count * hidden * sizeof *normed);
+  int is_short = !normed;
+  if (!is_short) {
+    norm_rows(rows, layer->norms[0], normed, count, hidden, layer->eps[0], threads);
+    is_short = project(layer, 0, updates, masks, masked, normed, out, count, hidden, 0, sizes, 3, threads);
+  }
+  if (!is_short)
+    turn_heads(out, cosines, sines, layer->head_norms, count, turned, width, (turned + layer->keys) * width,
+               layer->head_eps, threads);
+  free(normed);
+  return is_short;
+}
+
+// rows + norm(found), into `out`; all (count, width).
+static void add_rows(const float *rows, float *found, const float *factor, float *out, int count, int width, float eps,
+                     int threads) {
+  if (factor) norm_rows(found, factor, found, count, width, eps, threads);
+  for (size_t i = 0; i < count * (size_t)width; i++) out[i] = rows[i] + found[i];
+}
+
+// What a layer makes of its `rows` (count, hidden) and of what was `attended` (count, queries * head_width), into `out`
+// (count, hidden). The others are those of `begin_layer`.
+int end_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
+              const float *attended, float *out, int count, int threads) {
+  const int hidden = layer->hidden, inner = layer->inner, sizes[] = {inner, inner};
+  float *found = malloc((size_t)count * (2 * hidden + 3 * inner) * sizeof *found);
+  if (!found) return 1;
+  float *normed = found + (size_t)count * hidden, *gates = normed + (size_t)count * hidden;
+  float *between = gates + (size_t)count * 2 * inner;
+  int is_short = project(layer, 1, updates, masks, masked, attended, found, count, layer->queries * layer->head_width, 3,
+                         &hidden, 1, threads);
+  if (!is_short) {
+    add_rows(rows, found, layer->norms[1], out, count, hidden, layer->eps[1], threads);
+    norm_rows(out, layer->norms[2], normed, count, hidden, layer->eps[2], threads);
+    is_short = project(layer, 2, updates, masks, masked, normed, gates, count, hidden, 4, sizes, 2, threads);
+  }
+  if (!is_short) {
+    gate_rows(gates, between, count, inner, layer->is_gelu, threads);
+    is_short = project(layer, 3, updates, masks, masked, between, found, count, inner, 6, &hidden, 1, threads);
+  }
+  if (!is_short) add_rows(out, found, layer->norms[3], out, count, hidden, layer->eps[3], threads);
+  free(found);
+  return is_short;
+}
+
+// Where a cache holds keys and values, and what rows see of them.
+typedef struct {
+  float *keys, *values;
+  const int64_t *slots;  // of each row, where its own go
+  const int32_t *places, *ends;
+  int64_t of_each, longest;
+  float scaling;
+  Strides strides;  // but for those of queries
+} Memory;
+
+// A whole layer, with the keys and values of its rows written where they go.
+int step_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
+               const float *cosines, const float *sines, const Memory *memory, float *out, int count, int threads) {
+  const int size = layer->head_width, keys = layer->keys, queries = layer->queries, width = (queries + 2 * keys) * size;
+  float *turned = malloc((size_t)count * (width + queries * size) * sizeof *turned);
+  if (!turned) return 1;
+  float *attended = turned + (size_t)count * width;
+  int is_short = begin_layer(layer, updates, masks, masked, rows, cosines, sines, turned, count, threads);
+  Strides strides = memory->strides;
+  strides.query_row = width, strides.query_head = size;
+  for (int r = 0; r < count && !is_short; r++)
+    for (int h = 0; h < keys; h++) {
+      const int64_t sequence = r / memory->of_each, slot = memory->slots[r];
+      const float *own = turned + r * (size_t)width + (queries + h) * size;
+      memcpy(memory->keys + sequence * strides.key_sequence + h * strides.key_head + slot * strides.key, own,
+             size * sizeof *own);
+      memcpy(memory->values + sequence * strides.value_sequence + h * strides.value_head + slot * strides.value,
+             own + keys * size, size * sizeof *own);
+    }
+  is_short = is_short ||
+             attend_rows(turned, memory->keys, memory->values, memory->places, memory->ends, attended, count,
+                         memory->of_each, queries, queries / keys, memory->longest, size, &strides, memory->scaling,
+                         threads) ||
+             end_layer(layer, updates, masks, masked, rows, attended, out, count, threads);
+  free(turned);
+  return is_short;
 }

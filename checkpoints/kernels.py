@@ -13,6 +13,7 @@ import platform
 import shlex
 import subprocess
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -37,14 +38,36 @@ _LOCK = Lock()
 
 
 class _Strides(ctypes.Structure):
-    _fields_ = [(f"stride{number}", ctypes.c_int64) for number in range(6)]
+    _fields_ = [(f"stride{number}", ctypes.c_int64) for number in range(8)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "slots", "places", "ends")),
+        ("of_each", ctypes.c_int64), ("longest", ctypes.c_int64), ("scaling", ctypes.c_float), ("strides", _Strides),
+    ]  # fmt: skip
+
+
+class _Update(ctypes.Structure):
+    _fields_ = [("down", ctypes.c_void_p), ("up", ctypes.c_void_p), ("inner", ctypes.c_int64)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p * 4), ("biases", ctypes.c_void_p * 7), ("norms", ctypes.c_void_p * 4),
+        ("head_norms", ctypes.c_void_p), ("eps", ctypes.c_float * 4), ("head_eps", ctypes.c_float),
+        ("bits", ctypes.c_int32 * 4), *((name, ctypes.c_int32) for name in (
+            "hidden", "queries", "keys", "head_width", "inner", "is_gelu",
+        )),
+    ]  # fmt: skip
 
 
 # Of functions in the source: p a pointer, s the strides, i an int, f a float.
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.POINTER(_Strides)}
 _ARGUMENTS = {
-    "multiply_rows": "pppiiiii", "add_update": "ppppiiiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi",
-    "gate_rows": "ppiii", "attend_rows": "ppppppiiiiisfi",
+    "multiply_rows": "pppiiiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi", "gate_rows": "ppiiii",
+    "attend_rows": "ppppppiiiiiisfi", "begin_layer": "pppippppii", "end_layer": "pppipppii",
+    "step_layer": "pppipppppii",
 }  # fmt: skip
 
 
@@ -66,14 +89,6 @@ def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int)
     if _library().multiply_rows(*pointers, rows.numel() // width, outputs, width, bits, torch.get_num_threads()):
         raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
     return found
-
-
-def add_update(rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor, inner: int, out: torch.Tensor) -> None:
-    """Adds to `(n, outputs)` what two matrices of 8 bits in blocks make of `(n, width)`, one after the other: `down`,
-    `(inner, width)`, and `up`, `(outputs, inner)`."""
-    pointers = rows.data_ptr(), down.data_ptr(), up.data_ptr(), out.data_ptr()
-    if _library().add_update(*pointers, len(rows), out.shape[1], inner, rows.shape[1], torch.get_num_threads()):
-        raise MemoryError(f"No memory is left for {len(rows)} rows.")
 
 
 def takes(rows: torch.Tensor) -> bool:
@@ -113,14 +128,13 @@ def turn_heads(
     _library().turn_heads(*pointers, rows.numel() // stride, heads, width, stride, eps, torch.get_num_threads())
 
 
-def gate_rows(rows: torch.Tensor) -> torch.Tensor:
-    """`(..., 2 * width)` to `(..., width)`: the SiLU of the first half times the second. The width is a multiple of
-    [`LANES`]."""
+def gate_rows(rows: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    """`(..., 2 * width)` to `(..., width)`: the SiLU of the first half times the second, or the GELU by its tanh. The
+    width is a multiple of [`LANES`]."""
     width = rows.shape[-1] // 2
     found = rows.new_empty(*rows.shape[:-1], width)
-    _library().gate_rows(
-        rows.data_ptr(), found.data_ptr(), rows.numel() // (2 * width), width, torch.get_num_threads()
-    )
+    count = rows.numel() // (2 * width)
+    _library().gate_rows(rows.data_ptr(), found.data_ptr(), count, width, is_gelu, torch.get_num_threads())
     return found
 
 
@@ -134,26 +148,140 @@ def attend_rows(
     """Attention of rows, each by itself, so that a row has the same bits whatever attends beside it.
 
     Args:
-        query: `(1, H, Q, D)`, D a multiple of [`LANES`].
-        key, value: `(1, H / G, K, D)`.
+        query: `(B, H, Q, D)`, D a multiple of [`LANES`]; a row of one sequence stands as far from the next one as from
+            the first of the next sequence.
+        key, value: `(B, H / G, K, D)`.
         scaling: of the scores.
-        seen: places of the keys that rows see, one row's behind the other's, and where each row's begin, `(Q + 1,)`;
-            int32 both. `None`: all keys.
+        seen: places of the keys that rows see, one row's behind the other's, and where each row's begin,
+            `(B * Q + 1,)`; int32 both. `None`: all keys.
 
     Returns:
-        `(1, Q, H, D)`.
+        `(B, Q, H, D)`.
     """
-    _, heads, rows, width = query.shape
+    sequences, heads, rows, width = query.shape
     longest = key.shape[2]
-    found = query.new_empty(1, rows, heads, width)
-    steps = [query.stride(2), query.stride(1), key.stride(1), key.stride(2), value.stride(1), value.stride(2)]
+    found = query.new_empty(sequences, rows, heads, width)
+    steps = query.stride(2), query.stride(1), *key.stride()[:3], *value.stride()[:3]
     places, ends = (None, None) if seen is None else (seen[0].data_ptr(), seen[1].data_ptr())
     if _library().attend_rows(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), places, ends, found.data_ptr(), rows, heads,
-        heads // key.shape[1], longest, width, _Strides(*steps), scaling, torch.get_num_threads(),
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), places, ends, found.data_ptr(), sequences * rows, rows,
+        heads, heads // key.shape[1], longest, width, _Strides(*steps), scaling, torch.get_num_threads(),
     ):  # fmt: skip
-        raise MemoryError(f"No memory is left for {rows} rows and {longest} keys.")
+        raise MemoryError(f"No memory is left for {sequences * rows} rows and {longest} keys.")
     return found
+
+
+class LayerKernels:
+    """A decoder layer but for its attention, whose keys and values a cache keeps: the kernels of both sides.
+
+    Args:
+        matrices: of queries, keys and values; of attention's output; of gate and up; of the MLP's output.
+        biases: of each linear layer in them, seven; `None` where it has none.
+        norms: the factors `(H,)` of the RMSNorms before and behind attention, before and behind the MLP, and
+            `(queries + keys, D)` of those of heads; `None` where there is none.
+        eps: of the norms.
+        heads: how many have queries, and how many have keys.
+        is_gelu: whether the gate is a GELU by its tanh; else it is a SiLU.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Any],
+        biases: Sequence[torch.Tensor | None],
+        norms: Sequence[torch.Tensor | None],
+        eps: Sequence[float],
+        heads: tuple[int, int],
+        is_gelu: bool,
+    ) -> None:
+        joint, output, gates, _ = matrices
+        self.width, self.hidden = joint.shape[0], output.shape[0]
+        self._held = [matrix.weight for matrix in matrices], list(biases), list(norms)
+        *factors, of_heads = map(_pointer, norms)
+        *own_eps, head_eps = eps
+        self._layer = _Layer(
+            tuple(matrix.weight.data_ptr() for matrix in matrices), tuple(map(_pointer, biases)), tuple(factors), of_heads,
+            tuple(own_eps), head_eps, tuple(matrix.bits for matrix in matrices), self.hidden, *heads,
+            output.shape[1] // heads[0], gates.shape[0] // 2, is_gelu,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self._layer)
+
+    def begin(
+        self, rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, updates: "Updates | None"
+    ) -> torch.Tensor:
+        """Queries, keys and values of rows `(..., H)`, turned by `(..., D)`, side by side: `(..., width)`."""
+        found = rows.new_empty(*rows.shape[:-1], self.width)
+        pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), found.data_ptr()
+        count = rows.numel() // self.hidden
+        own = (None, None, 0) if updates is None else updates.arguments
+        if _library().begin_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
+            raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+        return found
+
+    def end(self, rows: torch.Tensor, attended: torch.Tensor, updates: "Updates | None") -> torch.Tensor:
+        """What the layer makes of its rows `(..., H)` and of what was attended, `(..., all queries)`: `(..., H)`."""
+        found = torch.empty_like(rows)
+        pointers = rows.data_ptr(), attended.data_ptr(), found.data_ptr()
+        count = rows.numel() // self.hidden
+        own = (None, None, 0) if updates is None else updates.arguments
+        if _library().end_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
+            raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+        return found
+
+    def step(
+        self, rows: torch.Tensor, turns: Sequence[torch.Tensor], memory: _Memory, updates: "Updates | None"
+    ) -> torch.Tensor:
+        """The whole layer, on rows `(..., H)`: attention too, by what [`memory_of`] gave."""
+        found = torch.empty_like(rows)
+        cosines, sines = turns
+        pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), ctypes.addressof(memory), found.data_ptr()
+        count = rows.numel() // self.hidden
+        own = (None, None, 0) if updates is None else updates.arguments
+        if _library().step_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
+            raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+        return found
+
+
+def memory_of(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    longest: int,
+    scaling: float,
+    seen: tuple[torch.Tensor, torch.Tensor] | None,
+) -> _Memory:
+    """Where a cache holds keys and values, and what rows see of them, for [`LayerKernels.step`].
+
+    Args:
+        keys, values: `(B, heads, C, D)` float32.
+        slots: `(B, Q)` int64, where those of each row go.
+        longest: how many keys rows see without `seen`.
+        scaling, seen: as those of [`attend_rows`].
+    """
+    places, ends = (None, None) if seen is None else (seen[0].data_ptr(), seen[1].data_ptr())
+    pointers = keys.data_ptr(), values.data_ptr(), slots.data_ptr(), places, ends
+    strides = _Strides(0, 0, *keys.stride()[:3], *values.stride()[:3])
+    return _Memory(*pointers, slots.shape[1], longest, scaling, strides)
+
+
+class Updates:
+    """Low-rank updates of some rows, for [`LayerKernels`].
+
+    Args:
+        pairs: for each linear layer of [`LayerKernels`] the two matrices of 8 bits in blocks, `(inner, in)` and
+            `(out, inner)`, with `inner`; `None` where there is none.
+        places: `(M,)` int32, of the rows among all.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int] | None], places: torch.Tensor) -> None:
+        each = [
+            _Update() if pair is None else _Update(pair[0].data_ptr(), pair[1].data_ptr(), pair[2]) for pair in pairs
+        ]
+        self._held = pairs, places, (own := (_Update * len(each))(*each))
+        self.arguments = ctypes.addressof(own), places.data_ptr(), len(places)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -23,14 +23,6 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 ROWS_ALIKE = 32
 
 Keys = slice | torch.Tensor  # that a row sees: a range, or their places
-
-
-class RowKeys(NamedTuple):
-    """The keys of rows that attend one by one."""
-
-    keys: Sequence[Keys] = ()  # of each of them
-    # Of all rows, for kernels: the places of their keys, one row's behind the other's, and where each row's begin.
-    seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def implementation_of(model: Any) -> str:
@@ -76,7 +68,7 @@ class StepAttention:
         self.groups = next(iter(groups), 1) if is_known and self.implementation == "sdpa" and len(groups) <= 1 else 0
         is_eager = is_known and self.implementation == "eager"
         self.takes_rows = bool(self.groups) or is_eager
-        self._alone: list[tuple[torch.Tensor, RowKeys]] = []
+        self._alone: list[tuple[torch.Tensor, Sequence[Keys]]] = []
 
     def masks(
         self, step: Step, position_ids: torch.Tensor, alone: int | None = None
@@ -110,7 +102,8 @@ class StepAttention:
             if self.implementation != "sdpa" or (self.groups and alone != 0):
                 mask = grouped_mask(seen[:, :, alone or 0 :], self.groups or 1, self.dtype)
             if alone:
-                self._alone.append((mask, _row_keys(seen[0, 0], alone)))
+                self._alone.append((mask, [*map(keys_of, seen[0, 0, :alone])]))
+                mask.visible = seen  # type: ignore[attr-defined]  # for kernels, to which all rows are alone
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
 
@@ -172,21 +165,14 @@ def keys_of(visible: torch.Tensor) -> Keys:
     return slice(first, last + 1) if last - first + 1 == len(keys) else keys
 
 
-def _row_keys(visible: torch.Tensor, alone: int) -> RowKeys:
-    """The keys of the first rows, and of all for kernels, from `(Q, K)` bool."""
-    starts = F.pad(visible.sum(1).cumsum(0), (1, 0))
-    return RowKeys([*map(keys_of, visible[:alone])], (visible.nonzero()[:, 1].int(), starts.int()))
-
-
 def grouped_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    alone: RowKeys = RowKeys(),  # noqa: B008
+    alone: Sequence[Keys] = (),
     dropout: float = 0.0,
     scaling: float | None = None,
-    attend_rows: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention of grouped queries under an explicit mask.
 
@@ -200,19 +186,16 @@ def grouped_sdpa(
         mask: of [`grouped_mask`].
         alone: keys of each of the first N rows, which attend one by one; the mask is that of the others.
         dropout, scaling: of the scores.
-        attend_rows: attention of each row by itself, see `checkpoints/kernels.py`: of all rows, where some are alone.
 
     Returns:
         `(A, Q, H, D)`.
     """
-    if alone.keys and attend_rows is not None:
-        return attend_rows(query, key, value, scaling, alone.seen)
     how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     outputs, is_grouped = [], query.shape[1] != key.shape[1]
-    for row, keys in enumerate(alone.keys):
+    for row, keys in enumerate(alone):
         own = query[:, :, row : row + 1], key[:, :, keys], value[:, :, keys]
         outputs.append(F.scaled_dot_product_attention(*own, enable_gqa=is_grouped, **how))
-    query = query[:, :, len(alone.keys) :]
+    query = query[:, :, len(alone) :]
     if query.shape[2]:
         folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, **how)
@@ -264,10 +247,10 @@ def _sdpa_of(functions: Any) -> Any:
     ) -> tuple[torch.Tensor, Any]:
         alone = _alone(attention_mask)
         is_grouped = UNDER_WAY.is_grouped and attention_mask is not None
-        rows = (query.shape[2] - len(alone.keys)) * (query.shape[1] // key.shape[1])
+        rows = (query.shape[2] - len(alone)) * (query.shape[1] // key.shape[1])
         if not is_grouped or attention_mask.shape[2] != rows:
             return functions["sdpa"](module, query, key, value, attention_mask, **kwargs)
-        how = {name: kwargs[name] for name in ("dropout", "scaling", "attend_rows") if name in kwargs}
+        how = {name: kwargs[name] for name in ("dropout", "scaling") if name in kwargs}
         return grouped_sdpa(query, key, value, attention_mask, alone, **how), None
 
     attend.takes_kernels = True  # type: ignore[attr-defined]
@@ -280,7 +263,7 @@ def _eager_rows_of(eager: Any) -> Any:
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, Any]:
-        if not (alone := _alone(attention_mask).keys):
+        if not (alone := _alone(attention_mask)):
             return eager(module, query, key, value, attention_mask, **kwargs)
         parts = [
             eager(module, query[:, :, row : row + 1], key[:, :, keys], value[:, :, keys], None, **kwargs)[0]
@@ -293,8 +276,8 @@ def _eager_rows_of(eager: Any) -> Any:
     return attend
 
 
-def _alone(mask: Any) -> RowKeys:
-    return next((keys for own, keys in UNDER_WAY.alone if own is mask), RowKeys())
+def _alone(mask: Any) -> Sequence[Keys]:
+    return next((keys for own, keys in UNDER_WAY.alone if own is mask), ())
 
 
 def visibility(step: Step) -> torch.Tensor:

@@ -85,6 +85,15 @@ class WindowLayer(DynamicLayer):
             values.transpose(1, 2)[index] = value_states.transpose(1, 2)
         return keys, values
 
+    def room(self, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None:
+        """For kernels that store a step's float32 rows themselves: the buffers `(B, H, C, D)`, the slot of each row,
+        `(A, Q)` int64, and how many slots rows may attend to. `None` before the first rows are stored."""
+        if not self.is_initialized or self._keys.dtype != torch.float32 or self._values.dtype != torch.float32:
+            return None
+        if step.end > self._keys.shape[2]:
+            self._fit((torch.float32, torch.float32), step.end)
+        return self._keys, self._values, step.slots.contiguous(), step.end
+
     def _fit(self, dtypes: tuple[torch.dtype, torch.dtype], end: int) -> None:
         """Gives the buffers these dtypes, and room for `end` slots."""
         held = self._keys.shape[2]
@@ -341,6 +350,12 @@ class WindowCache(Cache):
             self.layers.append(WindowLayer(self.extent))
         layer: WindowLayer = self.layers[layer_idx]
         return layer.update(key_states, value_states, self._step)
+
+    def room(self, layer_idx: int) -> Any:
+        """What [`WindowLayer.room`] gives for the step; `None` where a layer stores rows by [`update`] alone."""
+        is_known = self._step is not None and len(self.layers) > layer_idx and not self.is_compileable
+        layer = self.layers[layer_idx] if is_known else None
+        return layer.room(self._step) if type(layer) is WindowLayer and layer_idx >= 0 else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
