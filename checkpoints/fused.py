@@ -23,13 +23,26 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .kernels import LANES, LayerKernels, Updates, attend_rows, gate_rows, has_kernels, memory_of, takes, turn_heads
+from .kernels import (
+    LANES,
+    LayerKernels,
+    Turns,
+    Updates,
+    attend_rows,
+    gate_rows,
+    has_kernels,
+    memory_of,
+    takes,
+    turn_heads,
+)
 from .matrices import Grouped
-from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product
+from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product, check_rows
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
 # How far kernels may be from torch, as a share: layers of few bits round their inputs, which enlarges differences.
 _CLOSE = 0.02
+# Whose hooks stay on attention once anything was recorded; sdpa has nothing for them.
+_RECORDER = "transformers.utils.output_capturing"
 
 
 class Fused:
@@ -47,6 +60,7 @@ class Fused:
         product = _shared(*layers)
         if product is None:
             return torch.cat([layer(rows) for layer in layers], -1)
+        check_rows(rows)
         found: torch.Tensor = product.matrix(rows)
         if any(layer.bias is not None for layer in layers):
             found.add_(torch.cat([layer.bias for layer in layers]))
@@ -105,9 +119,9 @@ class FusedAttention(Fused):
             return found
         queries, keys, _ = self._heads
         rows = self.together(hidden_states)
-        embeddings = _of_rows(cos, sin, rows, self.head_dim) if self.has_kernels and takes(rows) else None
-        if embeddings is not None:
-            turn_heads(rows, *embeddings, queries + keys, self._norms, self._eps)
+        turns = _of_rows((cos, sin), rows, self.head_dim) if self.has_kernels and takes(rows) else None
+        if turns is not None:
+            turn_heads(rows, turns, queries + keys, self._norms, self._eps)
             query, key, value = self.split(rows)
         else:
             heads = rows.view(*rows.shape[:-1], -1, self.head_dim).transpose(1, 2)
@@ -118,7 +132,7 @@ class FusedAttention(Fused):
             first, second = turned.split_with_sizes((self.head_dim // 2,) * 2, -1)
             turned = (turned * cos).add_(torch.cat((-second, first), -1) * sin)
             query, key = turned.split_with_sizes((queries, keys), 1)
-        output, weights = self.attend(query, key, value, attention_mask, embeddings is not None, how)
+        output, weights = self.attend(query, key, value, attention_mask, turns is not None, how)
         return self.o_proj(output), weights
 
     def split(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,7 +152,7 @@ class FusedAttention(Fused):
             is_native: whether kernels turned them.
             how: the layer's other arguments, with its cache.
         """
-        seen = self.seen(mask, len(query), query.shape[2]) if is_native else False
+        seen: Any = self.seen(mask, len(query), query.shape[2]) if is_native else False
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
             past = how.pop(name)
             key, value = past.update(key, value, self.layer_idx)
@@ -153,7 +167,8 @@ class FusedAttention(Fused):
 
     def functions(self: Any) -> Any:
         """What looks up the attention function by name."""
-        return _home(type(self)).ALL_ATTENTION_FUNCTIONS
+        kind: Any = type(self)
+        return _home(kind).ALL_ATTENTION_FUNCTIONS
 
     def seen(self: Any, mask: Any, sequences: int, count: int) -> Any:
         """What rows, as many of each sequence, see by a mask, for [`attend_rows`]; `False` where they attend together,
@@ -196,7 +211,8 @@ class FusedMLP(Fused):
         """Raises `AttributeError` for other layers."""
         self._gate = self.act_fn  # which kernels take the place of
         values = torch.linspace(-100, 100, 801)
-        found, how = self.act_fn(values), {"rtol": 1e-5, "atol": 1e-6}
+        how: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+        found = self.act_fn(values)
         self._is_gelu = torch.allclose(found, nn.functional.gelu(values, approximate="tanh"), **how)
         self._is_known = self._is_gelu or torch.allclose(found, nn.functional.silu(values), **how)
         assert self.gate_proj.out_features == self.up_proj.out_features == self.down_proj.in_features
@@ -272,8 +288,8 @@ class FusedLayer(Fused):
         modules = [each for owner in owners for each in owner.values() if isinstance(each, nn.Module)]
         owners += [each._parameters for each in modules]
         found = [each for owner in owners for each in owner.values()]
-        updated = [id(layer._forward_hooks) for layer in layers]  # by hooks that say so
-        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in updated]
+        others = [id(each._forward_hooks) for each in (attention, *layers)]  # which are looked at one by one
+        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
         tensors = [each for each in (of_heads, *biases) if each is not None]
         pointers = [each.data_ptr() for each in (*(norm.factor for norm in norms), *tensors)]
         self._layers = layers
@@ -292,10 +308,12 @@ class FusedLayer(Fused):
             or _implementation(attention.config) != "sdpa"
         ):
             return None
+        if any(getattr(hook, "__module__", None) != _RECORDER for hook in attention._forward_hooks.values()):
+            return None
         found = [each for owner in looked.owners for each in owner.values()]
         if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
             return None
-        if any(["forward" in own for own in looked.own]) or attention._parts != attention.parts():
+        if any("forward" in own for own in looked.own) or attention._parts != attention.parts():
             return None
         tensors = [*(norm.factor for norm in looked.norms), *looked.tensors]
         if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
@@ -306,22 +324,26 @@ class FusedLayer(Fused):
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         """The base's, on `(B, Q, hidden size)`."""
-        turns, attention = how.get("position_embeddings"), self.self_attn
-        kernels, updates = None, None
+        turns: Any = how.get("position_embeddings")
+        attention = self.self_attn
+        kernels: LayerKernels | None = None
+        updates: Any = None
         if not args and turns is not None and self.has_kernels and not self.training and takes(hidden_states):
             kernels = self._known()
         if kernels is not None:
-            turns, updates = _of_rows(*turns, hidden_states, attention.head_dim), _updates(self._layers, hidden_states)
+            turns, updates = _of_rows(turns, hidden_states, attention.head_dim), _updates(self._layers, hidden_states)
         if kernels is None or turns is None or updates is False:
             own: Any = super()
             found: torch.Tensor = own.forward(hidden_states, *args, **how)
             return found
         rows, mask = hidden_states.contiguous(), how.pop("attention_mask", None)
-        rooms = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
+        rooms: list[Any] = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
         if len(rooms) == 1 and rooms[0] is not None and (seen := attention.seen(mask, *rows.shape[:2])) is not False:
-            return kernels.step(rows, turns, memory_of(*rooms[0], attention.scaling, seen), updates)
+            keys, values, slots, longest = rooms[0]
+            memory = memory_of(keys, values, slots, longest, attention.scaling, seen)
+            return kernels.step(rows, turns, memory, updates)
         del how["position_embeddings"]
-        states = attention.split(kernels.begin(rows, *turns, updates))
+        states = attention.split(kernels.begin(rows, turns, updates))
         attended, _ = attention.attend(*states, mask, True, how)
         return kernels.end(rows, attended.contiguous(), updates)
 
@@ -347,11 +369,9 @@ def _is_changed(activation: Any) -> bool:
     return isinstance(activation, nn.Module) and (_has_any_global_hook() or _is_watched(activation))
 
 
-def _of_rows(
-    cosines: torch.Tensor, sines: torch.Tensor, rows: torch.Tensor, width: int
-) -> tuple[torch.Tensor, ...] | None:
+def _of_rows(turns: Turns, rows: torch.Tensor, width: int) -> Turns | None:
     """Rotary embeddings `(B, Q, D)` of rows `(B, Q, ...)`; `None` for others than kernels take."""
-    shape = *rows.shape[:2], width
+    shape, (cosines, sines) = (*rows.shape[:2], width), turns
     if cosines.dtype != torch.float32 or sines.dtype != torch.float32 or cosines.shape != sines.shape:
         return None
     if cosines.shape != shape:
@@ -382,7 +402,7 @@ def _is_plain(states: torch.Tensor) -> bool:
 
 
 def _seen(mask: torch.Tensor | None, sequences: int, count: int) -> Any:
-    """What each row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask: all
+    """What each row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask:
     layers share that."""
     if mask is None:
         return None if count == 1 else False
@@ -440,9 +460,9 @@ def fuse(model: nn.Module) -> None:
     modules = [module for module in model.modules() if not isinstance(module, Fused) and "forward" not in vars(module)]
     for module in modules:
         for mixin in (FusedAttention, FusedMLP):
-            if all(hasattr(module, name) for name in mixin.layer_names):
-                if _shared(*(getattr(module, name) for name in mixin.layer_names)) is not None:
-                    _try(module, mixin)
+            layers = [getattr(module, name, None) for name in mixin.layer_names]
+            if None not in layers and _shared(*layers) is not None:
+                _try(module, mixin)
         if isinstance(module, FusedAttention):
             # Where small differences grow, as decoding decides it; elsewhere rows attend together.
             module.attends_by_row = module.has_kernels and not keeps_state and module.rounds_inputs()

@@ -36,6 +36,9 @@ _VNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"]  # instructions for products
 _PATIENCE = 60  # seconds for the compiler; it takes two
 _LOCK = Lock()
 
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""The cosines and sines that rotary embeddings turn rows by, `(..., D)` float32, without gaps."""
+
 
 class _Strides(ctypes.Structure):
     _fields_ = [(f"stride{number}", ctypes.c_int64) for number in range(8)]
@@ -107,22 +110,15 @@ def norm_rows(rows: torch.Tensor, factor: torch.Tensor, eps: float) -> torch.Ten
     return found
 
 
-def turn_heads(
-    rows: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-    heads: int,
-    factors: torch.Tensor | None,
-    eps: float,
-) -> None:
+def turn_heads(rows: torch.Tensor, turns: Turns, heads: int, factors: torch.Tensor | None, eps: float) -> None:
     """Turns the first heads of `(..., width of all heads)` by rotary embeddings, in place.
 
     Args:
-        cosines, sines: `(..., D)`, D a multiple of twice [`LANES`].
+        turns: `(..., D)`, D a multiple of twice [`LANES`].
         heads: how many are turned.
         factors: `(heads, D)`, of an RMSNorm of each head before it is turned.
     """
-    cosines, sines = cosines.contiguous(), sines.contiguous()
+    cosines, sines = turns
     pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), None if factors is None else factors.data_ptr()
     width, stride = cosines.shape[-1], rows.shape[-1]
     _library().turn_heads(*pointers, rows.numel() // stride, heads, width, stride, eps, torch.get_num_threads())
@@ -198,18 +194,18 @@ class LayerKernels:
         self._held = [matrix.weight for matrix in matrices], list(biases), list(norms)
         *factors, of_heads = map(_pointer, norms)
         *own_eps, head_eps = eps
+        weights = tuple(matrix.weight.data_ptr() for matrix in matrices)
         self._layer = _Layer(
-            tuple(matrix.weight.data_ptr() for matrix in matrices), tuple(map(_pointer, biases)), tuple(factors), of_heads,
-            tuple(own_eps), head_eps, tuple(matrix.bits for matrix in matrices), self.hidden, *heads,
-            output.shape[1] // heads[0], gates.shape[0] // 2, is_gelu,
+            weights, tuple(map(_pointer, biases)), tuple(factors), of_heads, tuple(own_eps), head_eps,
+            tuple(matrix.bits for matrix in matrices), self.hidden, *heads, output.shape[1] // heads[0],
+            gates.shape[0] // 2, is_gelu,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
 
-    def begin(
-        self, rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, updates: "Updates | None"
-    ) -> torch.Tensor:
-        """Queries, keys and values of rows `(..., H)`, turned by `(..., D)`, side by side: `(..., width)`."""
+    def begin(self, rows: torch.Tensor, turns: Turns, updates: "Updates | None") -> torch.Tensor:
+        """Queries, keys and values of rows `(..., H)`, turned, side by side: `(..., width)`."""
         found = rows.new_empty(*rows.shape[:-1], self.width)
+        cosines, sines = turns
         pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), found.data_ptr()
         count = rows.numel() // self.hidden
         own = (None, None, 0) if updates is None else updates.arguments
@@ -227,9 +223,7 @@ class LayerKernels:
             raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
         return found
 
-    def step(
-        self, rows: torch.Tensor, turns: Sequence[torch.Tensor], memory: _Memory, updates: "Updates | None"
-    ) -> torch.Tensor:
+    def step(self, rows: torch.Tensor, turns: Turns, memory: _Memory, updates: "Updates | None") -> torch.Tensor:
         """The whole layer, on rows `(..., H)`: attention too, by what [`memory_of`] gave."""
         found = torch.empty_like(rows)
         cosines, sines = turns

@@ -64,10 +64,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` float32 to `(..., out_features)` float32. Other dtypes and gradients are refused."""
-        if input.dtype != torch.float32:
-            raise TypeError(f"Packed layers take float32 rows, got {input.dtype}.")
-        if input.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("Packed layers have no gradients. To train, load the model with a dtype.")
+        check_rows(input)
         output = self.product(input, self.part)
         return output if self.bias is None else output.add_(self.bias)
 
@@ -95,6 +92,14 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
         _refuse_change(fn)
         return super()._apply(fn, recurse)
+
+
+def check_rows(rows: torch.Tensor) -> None:
+    """Raises what packed layers raise for rows that they do not take: `TypeError` or `RuntimeError`."""
+    if rows.dtype != torch.float32:
+        raise TypeError(f"Packed layers take float32 rows, got {rows.dtype}.")
+    if rows.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("Packed layers have no gradients. To train, load the model with a dtype.")
 
 
 class Product:

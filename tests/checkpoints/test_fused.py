@@ -86,9 +86,7 @@ def test_kernels_give_nearly_the_same_values_in_fewer_operations(name, bits, mon
     )
     assert len(attentions) == len(mlps) == 2
     assert all(each.has_kernels == (each.head_dim % 16 == 0) for each in attentions)
-    assert [each.has_kernels for each in mlps] == [
-        name != "norms that add 1 to their weights"
-    ] * 2  # its gate is a GELU
+    assert all(each.has_kernels for each in mlps)
     plain = copy.deepcopy(model)
     for module in plain.modules():
         if isinstance(module, (Fused, PackedNorm)):

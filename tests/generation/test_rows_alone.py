@@ -8,7 +8,7 @@ from test_attach import SMALL, llama
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.generation.attention import ROWS_ALIKE, RowKeys, attends_by_row, grouped_mask, grouped_sdpa, keys_of
+from wedlm_hf.generation.attention import ROWS_ALIKE, attends_by_row, grouped_mask, grouped_sdpa, keys_of
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
@@ -24,7 +24,7 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step():
     visible = torch.stack(seen)[None, None]
 
     mask = grouped_mask(visible[:, :, 3:], 3, torch.bfloat16)
-    output = grouped_sdpa(query, key, value, mask, RowKeys([keys_of(row) for row in seen[:3]]))
+    output = grouped_sdpa(query, key, value, mask, [keys_of(row) for row in seen[:3]])
 
     together = grouped_sdpa(query, key, value, grouped_mask(visible, 3, torch.bfloat16))
     torch.testing.assert_close(output, together, rtol=0, atol=0.02)

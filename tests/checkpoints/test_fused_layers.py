@@ -1,0 +1,243 @@
+"""Decoder layers as one kernel: the values of their own class, whatever is added to them, changed or cached."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from test_fused import gemma3, qwen2
+from tiny import tiny_llama, tiny_model
+from transformers import DynamicCache, OlmoConfig, OlmoForCausalLM
+
+from wedlm_hf import add_mask_adapter, pack
+from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.checkpoints.fused import FusedLayer
+from wedlm_hf.checkpoints.kernels import LayerKernels, has_kernels
+from wedlm_hf.checkpoints.packed_layers import PackedNorm
+from wedlm_hf.generation.attention import StepAttention
+from wedlm_hf.generation.cache import WindowCache
+from wedlm_hf.generation.forward import forward_as
+from wedlm_hf.generation.rows import Row, SequenceState, Tree, lay_out
+from wedlm_hf.generation.versions import cache_name
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="no C compiler, or no AVX2")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
+MODELS = {
+    "llama": lambda: tiny_llama(**SIZES),
+    "biases": qwen2,
+    "norms of queries and keys": lambda: tiny_model(head_dim=16, **SIZES),
+    "norms that add 1 to their weights": gemma3,
+}
+IDS = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the kernels that compute layers, as they are called."""
+    found = []
+    for name in ("begin", "end", "step"):
+        own = getattr(LayerKernels, name)
+
+        def call(self, *args, own=own, name=name):
+            found.append(name)
+            return own(self, *args)
+
+        monkeypatch.setattr(LayerKernels, name, call)
+    return found
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, FusedLayer)]
+
+
+def module_by_module(model):
+    """A copy whose layers compute as their own class does; so do the norms, as torch does."""
+    plain = copy.deepcopy(model)
+    for layer in layers_of(plain):
+        layer.has_kernels = False
+    for norm in (each for each in plain.modules() if isinstance(each, PackedNorm)):
+        norm.has_kernels = False
+    return plain
+
+
+def is_close(found, expected):
+    return bool((found - expected).norm() < 2e-3 * expected.norm())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_layer_gives_what_its_modules_give(name, bits, calls):
+    model = pack(MODELS[name](), bits)
+    plain = module_by_module(model)
+    assert len(layers_of(model)) == 2
+    calls.clear()
+    for mask in (None, torch.tensor([[1] * 9, [0] * 4 + [1] * 5])):
+        found, expected = (each(IDS, attention_mask=mask) for each in (model, plain))
+        assert is_close(found.logits[:, 4:], expected.logits[:, 4:])
+    assert calls == ["begin", "end"] * 4
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for part in IDS[:1].split([6, 1, 2], 1):
+        found, expected = (
+            each(part, use_cache=True, **{cache_name(model): cache}).logits
+            for each, cache in zip((model, plain), caches, strict=True)
+        )
+        assert is_close(found, expected)
+
+
+def step_of(model, rows, count, prompt, masks):
+    """Logits of a step of these rows behind a prompt, in a window cache, and of them one by one."""
+    attention, cache = StepAttention(model), WindowCache()
+    sequence = SequenceState(0, prompt, len(prompt), 0, 1)
+    cache.open([[*prompt, 0]], model.device, model.config)
+
+    def forward(rows, alone, slots=None):
+        sequence.rows = Tree(rows)
+        step = lay_out([sequence], [0], 0, model.device)
+        cache.announce(step)
+        mask = attention.masks(step, step.position_ids, alone)
+        with forward_as(slots=None if slots is None else model.slots(slots), **attention.record):
+            inputs = {"attention_mask": mask, "position_ids": step.position_ids, cache_name(model): cache}
+            return model(step.input_ids, use_cache=True, **inputs).logits[0]
+
+    forward(sequence.pending_rows, 0)
+    cache.commit([[*range(len(prompt))]])
+    sequence.committed = len(prompt)
+    return forward(rows, count, masks)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_rows_of_a_step_have_the_bits_that_they_have_alone_and_masks_are_updated(name, bits, calls):
+    model = pack(MODELS[name](), bits)
+    add_mask_adapter(model, replace(MaskAdapterSettings(), target_modules=TARGETS, rank=32, root_width=0))
+    for up in model.mask_adapter.up.values():
+        torch.nn.init.normal_(up, std=0.1)
+    plain, prompt = module_by_module(model), IDS[0].tolist()
+    tree = [Row(5, 9, -1), Row(6, 10, 0), Row(7, 11, 1), Row(8, 10, 0)]
+    step = [*tree, Row(None, 11, 3), Row(None, 12, 4)]
+    calls.clear()
+    found = step_of(model, step, 4, prompt, 2)
+    assert calls == ["begin", "end"] * 2 + ["step"] * 2
+    assert is_close(found, step_of(plain, step, 4, prompt, 2))
+    assert found[:4].equal(step_of(model, tree, 4, prompt, None))
+    alone = [[tree[0]], [*tree[:2]], [*tree[:3]]]
+    for path in alone:
+        assert found[: len(path)].equal(step_of(model, path, len(path), prompt, None))
+    without = module_by_module(model)
+    for up in without.mask_adapter.up.values():
+        torch.nn.init.zeros_(up)
+    assert not is_close(found[4:], step_of(without, step, 4, prompt, 2)[4:])
+
+
+def hook_projection(model):
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
+
+
+def hook_attention(model):
+    model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: (output[0] + 3, None))
+
+
+def hook_gate(model):
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: output + 3)
+
+
+def exchange_gate(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def exchange_norm(model):
+    model.model.layers[0].post_attention_layernorm = torch.nn.Identity()
+
+
+def exchange_forward(model):
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda rows: own(rows) + torch.arange(rows.shape[-1]) / 10
+
+
+def load_norms(model):
+    state = {name: 3 * value for name, value in model.state_dict().items() if "norm" in name}
+    model.load_state_dict(state, strict=False)
+
+
+def exchange_data(model):
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name or "bias" in name:
+            parameter.data = parameter.data * 3
+
+
+CHANGES = [
+    hook_projection, hook_attention, hook_gate, exchange_gate, exchange_norm, exchange_forward, load_norms,
+    exchange_data,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["biases", "norms of queries and keys"])
+def test_what_is_changed_in_a_layer_later_counts(name, change):
+    model = pack(MODELS[name](), 8)
+    plain = module_by_module(model)
+    with torch.no_grad():
+        before = model(IDS).logits
+    for each in (model, plain):
+        torch.manual_seed(1)
+        change(each)
+    with torch.no_grad():
+        found = model(IDS).logits
+        assert is_close(found, plain(IDS).logits) and not is_close(found, before)
+
+
+def test_what_needs_gradients_a_record_or_another_implementation_is_not_for_kernels(calls):
+    model = pack(MODELS["llama"](), 8)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        calls.clear()
+        states = model(IDS, output_hidden_states=True).hidden_states
+    assert calls == ["begin", "end"] * 2 and len(states) == 3
+    calls.clear()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(IDS, output_attentions=True)
+    assert is_close(output.logits, expected) and output.attentions[0].shape == (2, 4, 9, 9) and not calls
+    model.set_attn_implementation("sdpa")
+    model(IDS)
+    assert calls == ["begin", "end"] * 2
+    model.model.layers[1].input_layernorm.weight.requires_grad_()
+    embeds = model.get_input_embeddings()(IDS)
+    for how in ({"input_ids": IDS}, {"inputs_embeds": embeds.requires_grad_()}):
+        with pytest.raises(RuntimeError, match="no gradients"):
+            model(**how)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_are_layers_of_kernels_too(calls):
+    model = pack(MODELS["biases"](), 4)
+    expected = model(IDS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        assert other(IDS).logits.equal(expected) and calls == ["begin", "end"] * 2
+        other.model.layers[0].self_attn.q_proj.bias.zero_()
+        assert not other(IDS).logits.equal(expected)
+    assert model(IDS).logits.equal(expected)
+
+
+def test_layers_of_another_kind_stay_what_they_are():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    olmo = OlmoForCausalLM(OlmoConfig(**sizes, num_attention_heads=4, pad_token_id=0)).eval()  # norms without weights
+    assert not layers_of(pack(olmo, 8))
+    assert not layers_of(pack(MODELS["llama"](), 16))  # multiplied by torch
+    model = MODELS["llama"]()
+    own = type(model.model.layers[0])
+
+    class Scaled(own):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states + 0.9 * (super().forward(hidden_states, **kwargs) - hidden_states)
+
+    model.model.layers[0].__class__ = Scaled
+    pack(model, 8)
+    assert type(model.model.layers[0]) is Scaled and len(layers_of(model)) == 1
