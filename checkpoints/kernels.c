@@ -313,6 +313,10 @@ static inline const float *place_of(const float *first, int64_t stride, const in
 // One head of one row: it sees `count` keys, those at `places` or the first ones. `scores` has room for whole eights.
 static void attend(const float *query, const float *keys, const float *values, const int32_t *places, int count,
                    const Strides *strides, int width, float scaling, float *scores, float *out) {
+  if (!count) {
+    memset(out, 0, width * sizeof *out);
+    return;
+  }
   for (int k = 0; k < count; k += LANES) {
     __m256 dots[LANES];
     const float *own[LANES];

@@ -51,6 +51,7 @@ class StepAttention:
         kinds: of its layers.
         groups: query heads of each key/value head, G, where [`grouped_sdpa`] can be used; otherwise 0.
         takes_rows: whether rows can attend one by one.
+        has_kernels: whether all of them do so in steps, in kernels of packed layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -68,10 +69,11 @@ class StepAttention:
         self.groups = next(iter(groups), 1) if is_known and self.implementation == "sdpa" and len(groups) <= 1 else 0
         is_eager = is_known and self.implementation == "eager"
         self.takes_rows = bool(self.groups) or is_eager
+        self.has_kernels = any(getattr(module, "attends_by_row", False) for module in model.modules())
         self._alone: list[tuple[torch.Tensor, Sequence[Keys]]] = []
 
     def masks(
-        self, step: Step, position_ids: torch.Tensor, alone: int | None = None
+        self, step: Step, position_ids: torch.Tensor, alone: int | None = None, is_prompt: bool = False
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """The `attention_mask` of a forward.
 
@@ -79,7 +81,8 @@ class StepAttention:
             step: its rows.
             position_ids: `(A, Q)` int64, logical positions.
             alone: how many of the first rows attend one by one, see [`attends_by_row`]. 0 for a prompt: AR decoding
-                reads it in one call, too. `None`: all rows attend together.
+                reads it in one call, too. `None`: all rows attend together, but in kernels.
+            is_prompt: rows attend together in kernels, too.
 
         Returns:
             `None` where the model makes the right mask by itself; a tensor where all layers are of one kind, and
@@ -103,7 +106,8 @@ class StepAttention:
                 mask = grouped_mask(seen[:, :, alone or 0 :], self.groups or 1, self.dtype)
             if alone:
                 self._alone.append((mask, [*map(keys_of, seen[0, 0, :alone])]))
-                mask.visible = seen  # type: ignore[attr-defined]  # for kernels, to which all rows are alone
+            if self.has_kernels and not is_prompt:
+                mask.visible = seen  # type: ignore[attr-defined]
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
 

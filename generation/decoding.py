@@ -131,7 +131,7 @@ class ParallelDecoder:
             slots = self.model.slots(step.mask_columns(self.rule.most_masks if is_compiled else 0))
         positions = step.position_ids
         alone = (len(step.rows[0]) - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
-        masks = self.attention.masks(step, positions, alone)
+        masks = self.attention.masks(step, positions, alone, is_prompt=self.steps == 0)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
         is_guessing = any(len(sequence.rows) > sequence.pending for sequence in step.sequences)
         record = {"slots": slots, **self.attention.record}
