@@ -23,7 +23,7 @@ import torch
 SAID = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # variables by which people decide themselves
 # Seconds between two looks at what others use, the least that one looks back, and how long none is needed before the
 # watching ends.
-PAUSE, LEAST, LINGER = 1.0, 0.1, 5.0
+PAUSE, LEAST, LINGER = 0.25, 0.1, 5.0
 # Of the cores that our threads want, how many others may use without making them wait.
 MARGIN = 0.5
 
