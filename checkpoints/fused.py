@@ -35,7 +35,7 @@ from .kernels import (
     takes,
     turn_heads,
 )
-from .matrices import Grouped
+from .matrices import Blocked, Grouped
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product, check_rows
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
@@ -178,10 +178,6 @@ class FusedAttention(Fused):
             return False
         return _seen(mask, sequences, count)
 
-    def rounds_inputs(self: Any) -> bool:
-        """Whether the product that queries, keys and values come from rounds its rows."""
-        return bool(self.q_proj.rounds_rows)
-
     def suits_kernels(self: Any) -> bool:
         """Whether their sizes are those of heads, and what was looked at was this forward."""
         return self.head_dim % (2 * LANES) == 0 and _implementation(self.config) == "sdpa"
@@ -270,7 +266,7 @@ class FusedLayer(Fused):
         is_known = attention._is_prepared and all(type(norm) is PackedNorm and norm.has_kernels for norm in norms)
         for group in groups:
             product = group[0].product
-            is_known = is_known and len(product.sizes) == len(group) and isinstance(product.matrix, Grouped)
+            is_known = is_known and len(product.sizes) == len(group) and isinstance(product.matrix, Blocked)
             is_known = is_known and all(type(each) is PackedLinear and each.product is product for each in group)
         if not is_known:
             raise TypeError("These parts have no kernels.")
@@ -464,8 +460,7 @@ def fuse(model: nn.Module) -> None:
             if None not in layers and _shared(*layers) is not None:
                 _try(module, mixin)
         if isinstance(module, FusedAttention):
-            # Where small differences grow, as decoding decides it; elsewhere rows attend together.
-            module.attends_by_row = module.has_kernels and not keeps_state and module.rounds_inputs()
+            module.attends_by_row = module.has_kernels and not keeps_state
     for module in modules:
         if all(hasattr(module, name) for name in FusedLayer.layer_names):
             _try(module, FusedLayer)

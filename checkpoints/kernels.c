@@ -1,6 +1,7 @@
-// Products of float32 rows with matrices of 4 or 8 bits, on processors with AVX2.
+// A decoder's layers on float32 rows, on processors with AVX2, with matrices of 16, 8 or 4 bits.
 //
-// A matrix lies in blocks: the weights of 8 outputs for 32 neighbouring inputs, a group, whose weights share a scale.
+// A matrix of 16 bits lies in tiles: the weights of 16 outputs for one input, float16, behind those for the input before.
+// One of 8 or 4 lies in blocks: the weights of 8 outputs for 32 neighbouring inputs, a group, whose weights share a scale.
 //
 //   8 bits  256 bytes, then 8 steps:             weight = step * level, -127 to 127
 //   4 bits  128 bytes, then 8 steps and 8 lows:  weight = low + step * level, 0 to 15
@@ -8,7 +9,7 @@
 // Steps and lows are float16. Of the levels, 32 bytes are 8 outputs times 4 inputs; of 4 bits, the low halves of 32
 // bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
 //
-// A row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are sums of integers,
+// For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are sums of integers,
 // the same in any order. (In 8 bits, whose products take half as long, a model writes other texts, and layer by layer small
 // differences become large ones.) Every sum of floats has one order: a row has the same bits whatever stands beside it,
 // in any number of threads.
@@ -22,6 +23,7 @@
 
 enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, BYTES = 2 * GROUP, LARGEST = 127 << 7 };
 // So few numbers, weights and products are done before other threads would have begun.
+enum { WIDE = 16, MOST_WIDE_ROWS = 6 };  // of 16 bits: outputs that lie together, and rows that are multiplied together
 enum { LANES = 8, FEW = 1 << 15, FEW_WEIGHTS = 1 << 17, FEW_PRODUCTS = 1 << 19 };
 
 typedef struct {
@@ -169,10 +171,72 @@ static inline __attribute__((always_inline)) void multiply_block(int bits, int r
   if (bits == 4) multiply_block(4, rows, own, groups, row, scale, to, outputs, left); \
   else multiply_block(8, rows, own, groups, row, scale, to, outputs, left)
 
-// `rows` (count, width) and `out` (count, outputs) are float32, one row behind the other; the width is whole groups, and
-// `weights` are the blocks of as many outputs, rounded up. Returns 1 where memory is missing, else 0.
+// The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under way
+// at once. Each has one order.
+static inline __attribute__((always_inline)) void multiply_tile(int rows, int tiles, const uint16_t *weights, int width,
+                                                                const float *row, float *out, int stride, int left) {
+  __m256 found[MOST_WIDE_ROWS * 4];  // in registers, if all loops over them are unrolled
+  const int parts = 2 * tiles, is_whole = left >= tiles * WIDE;
+#pragma GCC unroll 24
+  for (int i = 0; i < rows * parts; i++) found[i] = _mm256_setzero_ps();
+  for (int k = 0; k < width; k++) {
+    __m256 own[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      const uint16_t *place = weights + (size_t)WIDE * (k + i / 2 * (size_t)width) + LANES * (i % 2);
+      own[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)place));
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      const __m256 number = _mm256_broadcast_ss(row + r * (size_t)width + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < parts; i++) found[r * parts + i] = _mm256_fmadd_ps(number, own[i], found[r * parts + i]);
+    }
+  }
+  float last[MOST_WIDE_ROWS * 4 * LANES];
+#pragma GCC unroll 24
+  for (int i = 0; i < rows * parts; i++) {
+    float *place = out + i / parts * (size_t)stride + LANES * (i % parts);
+    _mm256_storeu_ps(is_whole ? place : last + LANES * i, found[i]);
+  }
+  for (int r = 0; r < rows && !is_whole; r++)
+    memcpy(out + r * (size_t)stride, last + r * parts * LANES, left * sizeof *last);
+}
+
+static void multiply_halves(const float *rows, const uint16_t *weights, float *out, int count, int outputs, int width,
+                            int threads) {
+  const int tiles = (outputs + WIDE - 1) / WIDE, together = count == 1 ? 2 : 1;
+  const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;
+#pragma omp parallel for num_threads(threads) if (is_much)
+  for (int t = 0; t < tiles; t += together) {
+    const uint16_t *own = weights + t * (size_t)WIDE * width;
+    const int left = outputs - t * WIDE;
+    for (int r = 0; r < count; r += MOST_WIDE_ROWS) {
+      const float *row = rows + r * (size_t)width;
+      float *to = out + r * (size_t)outputs + t * WIDE;
+      switch (count - r) {
+        case 1:
+          if (count == 1 && t + 1 < tiles) multiply_tile(1, 2, own, width, row, to, outputs, left);
+          else multiply_tile(1, 1, own, width, row, to, outputs, left);
+          break;
+        case 2: multiply_tile(2, 1, own, width, row, to, outputs, left); break;
+        case 3: multiply_tile(3, 1, own, width, row, to, outputs, left); break;
+        case 4: multiply_tile(4, 1, own, width, row, to, outputs, left); break;
+        case 5: multiply_tile(5, 1, own, width, row, to, outputs, left); break;
+        default: multiply_tile(6, 1, own, width, row, to, outputs, left);
+      }
+    }
+  }
+}
+
+// `rows` (count, width) and `out` (count, outputs) are float32, one row behind the other; in 8 and 4 bits the width is
+// whole groups. `weights` are the blocks or tiles of as many outputs, rounded up. Returns 1 where memory is missing.
 int multiply_rows(const float *rows, const uint8_t *weights, float *out, int count, int outputs, int width, int bits,
                   int threads) {
+  if (bits == 16) {
+    multiply_halves(rows, (const uint16_t *)weights, out, count, outputs, width, threads);
+    return 0;
+  }
   const int groups = width / GROUP, tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
   const size_t block = (bits == 4 ? 16 + 4 : 32 + 2) * OUTPUTS;
   const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;

@@ -1,7 +1,7 @@
-"""The functions of `kernels.c`, which is compiled where there are a C compiler and AVX2: products with matrices of 8
-and 4 bits, and what stands around them in a decoder.
+"""The functions of `kernels.c`, which is compiled where there are a C compiler and AVX2: products with matrices of 16,
+8 and 4 bits, what stands around them in a decoder, and whole decoder layers.
 
-torch's own products of so few bits are fast on processors with AVX-512 alone, and a small operation of torch takes
+torch's own products of 8 and 4 bits are fast on processors with AVX-512 alone, and a small operation of torch takes
 longer to start than to compute. All rows are float32, and each has the same bits whatever stands beside it.
 """
 
@@ -28,7 +28,8 @@ from .remembered import cache_folder
 
 logger = logging.getLogger(__name__)
 
-GROUP, OUTPUTS = 32, 8  # inputs whose weights share a scale, and outputs whose weights lie together
+# Inputs whose weights share a scale, outputs whose weights lie together, and those of 16 bits.
+GROUP, OUTPUTS, WIDE = 32, 8, 16
 LANES = 8  # numbers that are computed together
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-mavx2", "-mfma", "-mf16c"]
@@ -75,7 +76,7 @@ _ARGUMENTS = {
 
 
 def multiply_groups(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
-    """`(..., in)` to `(..., outputs)`, the product with a matrix that [`to_blocks`] gave."""
+    """`(..., in)` to `(..., outputs)`, the product with a matrix that [`to_blocks`] gave, or [`to_tiles`]."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         found: torch.Tensor = torch.ops.wedlm_hf.multiply_groups(rows, blocks, outputs, bits)
         return found
@@ -83,9 +84,9 @@ def multiply_groups(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits
 
 
 def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
-    rows, width = rows.contiguous(), rows.shape[-1]
-    if rows.dtype != torch.float32 or width != blocks.shape[1] * GROUP:
-        wanted = f"rows of {blocks.shape[1] * GROUP} float32 numbers"
+    rows, width, size = rows.contiguous(), rows.shape[-1], blocks.shape[1] * (1 if bits == 16 else GROUP)
+    if rows.dtype != torch.float32 or width != size:
+        wanted = f"rows of {size} float32 numbers"
         raise ValueError(f"This matrix multiplies {wanted}, got {width} of {rows.dtype}.")
     found = rows.new_empty(*rows.shape[:-1], outputs)
     pointers = rows.data_ptr(), blocks.data_ptr(), found.data_ptr()
@@ -306,6 +307,18 @@ def from_blocks(blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
     return (weights + low[0] if low else weights).flatten(0, 1).flatten(1)[:outputs]
 
 
+@torch.no_grad()
+def to_tiles(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix `(out, in)` in the order that the kernels read, `(out / 16, in, 16)` float16."""
+    padded = F.pad(weight.to(torch.float16), (0, 0, 0, -len(weight) % WIDE))
+    return padded.view(-1, WIDE, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def from_tiles(tiles: torch.Tensor, outputs: int) -> torch.Tensor:
+    """The weights in such tiles, `(outputs, in)` float16: a copy."""
+    return tiles.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
+
+
 def has_kernels() -> bool:
     """Whether this machine has the kernels; where it has not, the log says why."""
     with _LOCK:
@@ -317,7 +330,7 @@ def _has_kernels() -> bool:
     try:
         _check()
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        logger.info("Products of 8 and 4 bits are torch's own: %s", getattr(error, "stderr", None) or error)
+        logger.info("Products of few bits are torch's own: %s", getattr(error, "stderr", None) or error)
         return False
     name = "wedlm_hf::multiply_groups"
     torch.library.define(name, "(Tensor rows, Tensor blocks, int outputs, int bits) -> Tensor")
@@ -384,6 +397,10 @@ def _check() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-127, 128, (7, 2 * GROUP), generator=generator).float()
     rows[:, ::GROUP] = 127  # these rows are rounded to themselves: 128 levels to a number
+    weight = torch.randint(-64, 65, (40, 2 * GROUP), generator=generator).float()
+    for count in (1, len(rows)):
+        if not _multiply(rows[:count], to_tiles(weight), len(weight), 16).equal(rows[:count] @ weight.T):
+            raise OSError(f"what this machine's compiler made of {_SOURCE.name} computes something else.")
     for bits, dtype, least, beyond in ((8, torch.int8, -127, 128), (4, torch.uint8, 0, 16)):
         levels = torch.randint(least, beyond, (11, 2 * GROUP), generator=generator).to(dtype)
         scales = torch.rand(1 if bits == 8 else 2, 11, 2, generator=generator).mul(8).round().div(8)

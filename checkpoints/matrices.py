@@ -3,14 +3,14 @@
 A CPU reads every weight once for each forward, so a decoder is about as fast as its weights are small. In each format
 a row has the same bits whatever stands beside it.
 
-    16 bits  float16, widened in registers, and products in float32 (FBGEMM, a part of torch)
+    16 bits  float16, widened in registers, and products in float32
      8 bits  an integer times the scale of its group of 32 neighbours
      4 bits  one of 16 levels between the least and the largest weight of its group of 32 neighbours. GGUF's formats of
              four bits have such groups: their levels carry over.
 
-Products of 8 and 4 bits are our [`kernels`]', which round rows to 15 bits in groups of 32, too. Where there are none,
-and for matrices that they cannot hold, products are torch's: rows are rounded to bfloat16, in which alone it is fast,
-and in 8 bits a scale is that of an output.
+Products are our [`kernels`]', which in 8 and 4 bits round rows to 15 bits in groups of 32, too. Where there are none,
+and for matrices that they cannot hold, products are torch's: FBGEMM's in 16 bits; in 8 and 4, rows are rounded to
+bfloat16, in which alone it is fast, and in 8 bits a scale is that of an output.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
-from .kernels import GROUP, from_blocks, has_kernels, multiply_groups, to_blocks
+from .kernels import GROUP, from_blocks, from_tiles, has_kernels, multiply_groups, to_blocks, to_tiles
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -51,8 +51,41 @@ class Levels(NamedTuple):
     low: torch.Tensor  # (out, in / 32) float32
 
 
-class Half:
+class Blocked:
+    """A matrix in the order that [`kernels`] read, which give its products."""
+
+    bits: int
+    shape: tuple[int, ...]
+    weight: torch.Tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not has_kernels():
+            raise RuntimeError(
+                "These packed layers are for kernels that this machine has not (it takes Linux, AVX2 and a C "
+                "compiler): load the model and pack it here."
+            )
+        self.__dict__.update(state)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` to `(..., out)`, both float32."""
+        return multiply_groups(rows, self.weight, self.shape[0], self.bits)
+
+
+class Tiled(Blocked):
     """A matrix in 16 bits."""
+
+    bits = 16
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.shape = to_tiles(weight.detach()), tuple(weight.shape)
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out, in)` float16: a copy."""
+        return from_tiles(self.weight, self.shape[0])
+
+
+class Half:
+    """A matrix in 16 bits, whose products are torch's."""
 
     bits = 16
 
@@ -79,8 +112,8 @@ class Half:
         return weight.half()
 
 
-class Grouped:
-    """A matrix in 8 or 4 bits, whose rows hold whole groups, and whose products are [`kernels`]'.
+class Grouped(Blocked):
+    """A matrix in 8 or 4 bits, whose rows hold whole groups.
 
     Args:
         levels: `(out, in)`: int8 in 8 bits, uint8 in 4.
@@ -90,14 +123,6 @@ class Grouped:
     def __init__(self, levels: torch.Tensor, *scales: torch.Tensor):
         self.bits, self.shape = 4 if levels.dtype == torch.uint8 else 8, tuple(levels.shape)
         self.weight = to_blocks(levels, *scales)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if not has_kernels():
-            raise RuntimeError(
-                "These packed layers are for kernels that this machine has not (it takes Linux, AVX2 and a C "
-                "compiler): load the model and pack it here."
-            )
-        self.__dict__.update(state)
 
     @classmethod
     def of_four_bits(cls, levels: "Levels") -> "Grouped | None":
@@ -115,10 +140,6 @@ class Grouped:
             return None
         levels = groups / step.half().float().where(step > 0, 1.0)[..., None]
         return cls(levels.round_().clamp_(-127, 127).to(torch.int8).flatten(1), step)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """`(..., in)` to `(..., out)`, both float32."""
-        return multiply_groups(rows, self.weight, self.shape[0], self.bits)
 
     def unpacked(self) -> torch.Tensor:
         """The weights, `(out, in)` float32: a copy."""
@@ -196,7 +217,11 @@ def _rounded(rows: torch.Tensor) -> torch.Tensor:
     return rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16, memory_format=torch.contiguous_format)
 
 
-Matrix = Half | Grouped | Int8 | Int4
+Matrix = Tiled | Half | Grouped | Int8 | Int4
+
+
+def _in_sixteen_bits(weight: torch.Tensor) -> Matrix:
+    return Tiled(weight) if has_kernels() else Half(weight)
 
 
 def _in_eight_bits(weight: torch.Tensor) -> Matrix:
@@ -208,12 +233,12 @@ def _in_four_bits(weight: torch.Tensor) -> Matrix:
     return Grouped.of_four_bits(levels) or Int4(levels)
 
 
-FORMATS: dict[int, Callable[[torch.Tensor], Matrix]] = {16: Half, 8: _in_eight_bits, 4: _in_four_bits}
+FORMATS: dict[int, Callable[[torch.Tensor], Matrix]] = {16: _in_sixteen_bits, 8: _in_eight_bits, 4: _in_four_bits}
 
 
 def near_matrix(weight: torch.Tensor) -> Matrix:
     """A matrix for products that need not be exact, as drafts need not, in the bits that are fastest for few rows."""
-    return Grouped.of_eight_bits(weight) or Half(weight)
+    return Grouped.of_eight_bits(weight) or _in_sixteen_bits(weight)
 
 
 def fits(weight: torch.Tensor, bits: int) -> bool:
