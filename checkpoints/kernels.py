@@ -330,7 +330,7 @@ def _has_kernels() -> bool:
     try:
         _check()
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        logger.info("Products of few bits are torch's own: %s", getattr(error, "stderr", None) or error)
+        logger.info("Products of packed layers are torch's own: %s", getattr(error, "stderr", None) or error)
         return False
     name = "wedlm_hf::multiply_groups"
     torch.library.define(name, "(Tensor rows, Tensor blocks, int outputs, int bits) -> Tensor")

@@ -353,10 +353,8 @@ class WindowCache(Cache):
 
     def room(self, layer_idx: int) -> Any:
         """What [`WindowLayer.room`] gives for the step; `None` where a layer stores rows by [`update`] alone."""
-        if self._step is None or self.is_compileable or len(self.layers) <= layer_idx:
-            return None
-        layer = self.layers[layer_idx]
-        return layer.room(self._step) if type(layer) is WindowLayer else None
+        layer = self.layers[layer_idx] if len(self.layers) > layer_idx and not self.is_compileable else None
+        return layer.room(self._step) if self._step is not None and type(layer) is WindowLayer else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""

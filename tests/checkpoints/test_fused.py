@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from wedlm_hf import add_mask_adapter, pack
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.checkpoints import kernels, packed
-from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedMLP
+from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedLayer, FusedMLP
 from wedlm_hf.checkpoints.kernels import has_kernels
 from wedlm_hf.checkpoints.matrices import can_pack
 from wedlm_hf.checkpoints.packed_layers import PackedNorm
@@ -162,7 +162,9 @@ def test_a_module_that_computes_something_else_stays_what_it_is(place, kind):
     pack(model)
     module = getattr(model.model.layers[0], place)
     assert type(module) is kind and vars(module).keys() == before.keys()
-    assert not module.training and len(fused_in(model)) == 3
+    assert not module.training
+    assert len([each for each in fused_in(model) if each is not FusedLayer]) == 3
+    assert not isinstance(model.model.layers[0], FusedLayer)
 
 
 def retune_norms(model):

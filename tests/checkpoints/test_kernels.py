@@ -20,12 +20,14 @@ from wedlm_hf.checkpoints.kernels import (
     GROUP,
     attend_rows,
     from_blocks,
+    from_tiles,
     gate_rows,
     has_kernels,
     multiply_groups,
     norm_rows,
     takes,
     to_blocks,
+    to_tiles,
     turn_heads,
 )
 
@@ -88,6 +90,20 @@ def test_a_row_with_what_is_no_number_gives_none_and_leaves_other_rows_alone(bit
     rows[1, 3], rows[2, 40], rows[3, 0], rows[4] = torch.nan, torch.inf, -torch.inf, 0.0
     found = multiply_groups(rows, blocks, 11, bits)
     assert found[1:4].isnan().all() and found[0].isfinite().all() and found[4].eq(0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(**sizes, out=st.integers(1, 70), width=st.integers(1, 70))
+def test_a_product_in_sixteen_bits_is_that_of_the_weights_alone_and_beside_others(seed, count, out, width):
+    generator = torch.Generator().manual_seed(seed)
+    weight, rows = torch.randn(out, width, generator=generator).half(), torch.randn(count, width, generator=generator)
+    tiles = to_tiles(weight)
+    found = multiply_groups(rows, tiles, out, 16)
+    expected = torch.zeros(count, out)
+    for place in range(width):  # in this order, with one rounding for each: that of float64 is far below
+        expected = (expected.double() + rows[:, place, None].double() * weight[:, place].double()).float()
+    assert found.equal(expected) and from_tiles(tiles, out).equal(weight)
+    assert torch.cat([multiply_groups(row[None], tiles, out, 16) for row in rows]).equal(found)
 
 
 @settings(max_examples=20, deadline=None)
@@ -238,7 +254,7 @@ def test_without_a_compiler_products_are_torchs_and_the_log_says_why(compiler, w
     monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.INFO):
         assert not compiled_anew(monkeypatch, tmp_path)
-    assert "Products of 8 and 4 bits are torch's own" in caplog.text and why in caplog.text
+    assert "Products of packed layers are torch's own" in caplog.text and why in caplog.text
 
 
 @pytest.mark.parametrize(("name", "value"), [("get_cpu_capability", "DEFAULT"), ("get_cpu_capability", "NO AVX")])
