@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .kernels import has_kernels
+from .kernels import kernels_digest
 from .remembered import remembered
 
 TEXTS, LENGTH = 4, 8  # T, L: each token of them is looked at
@@ -40,7 +40,7 @@ def distance_of(model: Any, bits: int, change: Callable[[], None]) -> float | No
         divergences = F.kl_div(_logs(model, ids), before, log_target=True, reduction="none").sum(-1)
         return float(divergences.mean().clamp(min=0))  # below 0 by rounding alone
 
-    key = [bits, has_kernels(), TEXTS, LENGTH, _digest(model)]
+    key = [bits, kernels_digest(), TEXTS, LENGTH, _digest(model)]
     was_training = model.training
     try:
         value: float | None = remembered("distances", key, lambda found: isinstance(found, float), measure)

@@ -14,7 +14,7 @@ from torch import nn
 
 from .distance import distance_of
 from .fused import fuse
-from .kernels import has_kernels
+from .kernels import kernels_digest
 from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, RowLinear, take_hooks
 from .remembered import remembered
@@ -296,7 +296,7 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
         return own
     with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
     names = {str(name): name for name in _candidates(sample, with_packed)}
-    key = [_TIMED_ROWS, has_kernels(), *names, [[layer.out_features, layer.in_features] for layer in sample]]
+    key = [_TIMED_ROWS, kernels_digest(), *names, [[layer.out_features, layer.in_features] for layer in sample]]
     choice = names[remembered("formats", key, names.__contains__, lambda: str(_fastest(sample, list(names.values()))))]
     if choice in PACKINGS:
         del layers, sample[:]  # so that each is freed when it is packed
