@@ -35,7 +35,7 @@ from .kernels import (
     takes,
     turn_heads,
 )
-from .matrices import Blocked, Grouped
+from .matrices import Blocked
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product, check_rows
 
 _PROBED = ((1, 1.0), (3, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
@@ -387,9 +387,9 @@ def _updates(layers: list[Any], rows: torch.Tensor) -> Any:
                 return False
             if (found := hook.low_rank(rows)) is not None:
                 down, up, places = found
-                if not (isinstance(down, Grouped) and isinstance(up, Grouped)):
+                if not (isinstance(down, Blocked) and isinstance(up, Blocked)):
                     return False
-                pairs[number] = down.weight, up.weight, down.shape[0]
+                pairs[number] = down, up
     return None if places is None else Updates(pairs, places)
 
 

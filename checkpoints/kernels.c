@@ -269,10 +269,10 @@ int multiply_rows(const float *rows, const uint8_t *weights, float *out, int cou
   return is_short;
 }
 
-// Low-rank updates of some rows: two matrices of 8 bits, `down` (inner, width) and `up` (outputs, inner).
+// Low-rank updates of some rows: two matrices, `down` (inner, width) and `up` (outputs, inner).
 typedef struct {
   const uint8_t *down, *up;  // NULL where there is none
-  int64_t inner;
+  int32_t inner, down_bits, up_bits;
 } Update;
 
 // Adds to `out`, rows of `stride` numbers, what an update makes of `rows`, which are those of `places`.
@@ -281,8 +281,8 @@ static int add_update(const float *rows, const Update *update, float *out, const
   const int inner = update->inner;
   if (!update->down || !count) return 0;
   float *between = malloc((size_t)count * (inner + outputs) * sizeof *between), *found = between + (size_t)count * inner;
-  const int is_short = !between || multiply_rows(rows, update->down, between, count, inner, width, 8, threads) ||
-                       multiply_rows(between, update->up, found, count, outputs, inner, 8, threads);
+  const int is_short = !between || multiply_rows(rows, update->down, between, count, inner, width, update->down_bits, threads) ||
+                       multiply_rows(between, update->up, found, count, outputs, inner, update->up_bits, threads);
   for (int r = 0; r < count && !is_short; r++) {
     float *row = out + places[r] * (size_t)stride;
     for (int i = 0; i < outputs; i++) row[i] += found[r * (size_t)outputs + i];

@@ -53,7 +53,10 @@ class _Memory(ctypes.Structure):
 
 
 class _Update(ctypes.Structure):
-    _fields_ = [("down", ctypes.c_void_p), ("up", ctypes.c_void_p), ("inner", ctypes.c_int64)]
+    _fields_ = [
+        ("down", ctypes.c_void_p), ("up", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("inner", "down_bits", "up_bits")),
+    ]  # fmt: skip
 
 
 class _Layer(ctypes.Structure):
@@ -262,16 +265,19 @@ class Updates:
     """Low-rank updates of some rows, for [`LayerKernels`].
 
     Args:
-        pairs: for each linear layer of [`LayerKernels`] the two matrices of 8 bits in blocks, `(inner, in)` and
-            `(out, inner)`, with `inner`; `None` where there is none.
+        pairs: for each linear layer of [`LayerKernels`] two matrices that the kernels multiply with, `(inner, in)` and
+            `(out, inner)`; `None` where there is none.
         places: `(M,)` int32, of the rows among all.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int] | None], places: torch.Tensor) -> None:
-        each = [
-            _Update() if pair is None else _Update(pair[0].data_ptr(), pair[1].data_ptr(), pair[2]) for pair in pairs
-        ]
-        self._held = pairs, places, (own := (_Update * len(each))(*each))
+    def __init__(self, pairs: Sequence[tuple[Any, Any] | None], places: torch.Tensor) -> None:
+        own = (_Update * len(pairs))()
+        for update, pair in zip(own, pairs, strict=True):
+            if pair is not None:
+                down, up = pair
+                update.down, update.up = down.weight.data_ptr(), up.weight.data_ptr()
+                update.inner, update.down_bits, update.up_bits = down.shape[0], down.bits, up.bits
+        self._held = pairs, places, own
         self.arguments = ctypes.addressof(own), places.data_ptr(), len(places)
 
 

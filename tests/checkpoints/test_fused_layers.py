@@ -110,11 +110,11 @@ def step_of(model, rows, count, prompt, masks):
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "rank"), zip(MODELS, (32, 5, 64, 16), strict=True))
 @torch.no_grad()
-def test_rows_of_a_step_have_the_bits_that_they_have_alone_and_masks_are_updated(name, bits, calls):
+def test_rows_of_a_step_have_the_bits_that_they_have_alone_and_masks_are_updated(name, rank, bits, calls):
     model = pack(MODELS[name](), bits)
-    add_mask_adapter(model, replace(MaskAdapterSettings(), target_modules=TARGETS, rank=32, root_width=0))
+    add_mask_adapter(model, replace(MaskAdapterSettings(), target_modules=TARGETS, rank=rank, root_width=0))
     for up in model.mask_adapter.up.values():
         torch.nn.init.normal_(up, std=0.1)
     plain, prompt = module_by_module(model), IDS[0].tolist()
