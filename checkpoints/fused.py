@@ -10,7 +10,7 @@ training, a module computes as its own class does.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from operator import is_
@@ -69,8 +69,11 @@ class Fused:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of classes that a name can find, and have no addresses of memory."""
         parts: Any = super().__reduce_ex__(protocol)
-        make, (_, *rest), state, *others = parts
-        return _rebuilt, (type(self).__bases__[0], self.base_class, make, *rest), {**state, "_looked": None}, *others
+        (make, (kind, *rest), state, *others), bases = parts, type(self).__bases__
+        state = {**state, "_looked": None}
+        if bases[1:] != (self.base_class,):  # somebody's subclass
+            return make, (kind, *rest), state, *others
+        return _rebuilt, (bases[0], self.base_class, make, *rest), state, *others
 
 
 class FusedAttention(Fused):
@@ -113,6 +116,7 @@ class FusedAttention(Fused):
         norms = () if self._norms is None else (self.q_norm, self.k_norm)
         cos, sin = position_embeddings
         is_known = self._is_prepared and not self.training and cos.shape[-1] == self.head_dim  # else a part is turned
+        is_known = is_known and not (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
         if not is_known or _implementation(self.config) != "sdpa" or any(map(_is_watched, norms)):
             own: Any = super()
             found: tuple[torch.Tensor, Any] = own.forward(hidden_states, position_embeddings, attention_mask, **how)
@@ -152,12 +156,15 @@ class FusedAttention(Fused):
             is_native: whether kernels turned them.
             how: the layer's other arguments, with its cache.
         """
-        seen: Any = self.seen(mask, len(query), query.shape[2]) if is_native else False
+        is_static = False
         for name in [name for name, each in how.items() if isinstance(each, Cache)]:
             past = how.pop(name)
             key, value = past.update(key, value, self.layer_idx)
-            seen = False if past.is_compileable else seen
-        if seen is not False and _is_plain(key) and _is_plain(value):
+            is_static = past.is_compileable
+        seen: Any = False
+        if is_native and not is_static and _is_plain(key) and _is_plain(value):
+            seen = self.seen(mask, len(query), query.shape[2], key.shape[2])
+        if seen is not False:
             return attend_rows(query, key, value, self.scaling, seen).flatten(2), None
         how.pop("position_ids", None)  # for packed documents, in kernels of GPUs
         how["sliding_window"] = getattr(self, "sliding_window", None)
@@ -170,13 +177,13 @@ class FusedAttention(Fused):
         kind: Any = type(self)
         return _home(kind).ALL_ATTENTION_FUNCTIONS
 
-    def seen(self: Any, mask: Any, sequences: int, count: int) -> Any:
-        """What rows, as many of each sequence, see by a mask, for [`attend_rows`]; `False` where they attend together,
-        or by a function of others."""
+    def seen(self: Any, mask: Any, sequences: int, count: int, keys: int) -> Any:
+        """What `count` rows of each sequence see of so many keys by a mask, for [`attend_rows`]; `False` where they
+        attend together, or by a function of others."""
         attend = self.functions()["sdpa"] if self.attends_by_row else None
         if attend is not sdpa_attention_forward and not hasattr(attend, "takes_kernels"):
             return False
-        return _seen(mask, sequences, count)
+        return _seen(mask, sequences, count, keys)
 
     def suits_kernels(self: Any) -> bool:
         """Whether their sizes are those of heads, and what was looked at was this forward."""
@@ -237,45 +244,59 @@ class _Looked(NamedTuple):
     """What a layer was when its kernels were prepared."""
 
     kernels: LayerKernels
-    owners: list[dict[str, Any]]  # of its modules and of their parameters
+    layers: list[PackedLinear]  # those of [`LayerKernels`]
+    owners: list[dict[str, Any]]  # of its modules, of their parameters
     found: list[Any]  # in these
-    own: list[dict[str, Any]]  # attributes of the modules, which had no forward of their own
+    modules: list[nn.Module]
+    kinds: list[type]  # of these modules
+    own: list[dict[str, Any]]  # their attributes, without a forward of their own among them
     hooks: list[dict[Any, Any]]  # which were empty
     norms: list[PackedNorm]
-    tensors: list[torch.Tensor]  # norms of heads, and biases
-    pointers: list[int]  # to factors of norms and to these
+    of_heads: torch.Tensor | None  # of queries' and keys' norms, joined
+    state: list[Any]
 
 
 class FusedLayer(Fused):
     """A decoder layer that is computed by one kernel, or by two where a cache stores keys and values by itself; the
-    updates of a mask adapter, too. Where anything else happens in its modules, it computes as its own class does."""
+    updates of a mask adapter, too. While anything else happens in its modules, it computes as its own class does."""
 
     layer_names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     needs_kernels = True
     _looked: _Looked | None
 
-    def prepare(self: Any) -> None:
+    def prepare(self: Any) -> _Looked:
         """Raises `AttributeError` or `TypeError` for other layers."""
-        attention, mlp, self._looked = self.self_attn, self.mlp, None
+        attention, mlp = self.self_attn, self.mlp
         is_gemma = hasattr(self, "pre_feedforward_layernorm")
         names = [*self.layer_names[2:], *(("pre_feedforward_layernorm", "post_feedforward_layernorm") * is_gemma)]
         norms = [getattr(self, name) for name in names]
         layers = [*map(attention.__getattr__, (*FusedAttention.layer_names, "o_proj"))]
         layers += map(mlp.__getattr__, (*FusedMLP.layer_names, "down_proj"))
         groups = layers[:3], layers[3:4], layers[4:6], layers[6:]
-        is_known = attention._is_prepared and all(type(norm) is PackedNorm and norm.has_kernels for norm in norms)
+        is_known = attention._is_prepared and attention._parts == attention.parts() and mlp.act_fn is mlp._gate
+        is_known = is_known and type(attention).forward is FusedAttention.forward
+        is_known = is_known and type(mlp).forward is FusedMLP.forward
+        is_known = is_known and all(type(norm) is PackedNorm and norm.has_kernels for norm in norms)
         for group in groups:
             product = group[0].product
             is_known = is_known and len(product.sizes) == len(group) and isinstance(product.matrix, Blocked)
             is_known = is_known and all(type(each) is PackedLinear and each.product is product for each in group)
+        sides = norms if is_gemma else [norms[0], None, norms[1], None]
+        factors = [None if norm is None else norm.factor for norm in sides]
+        hidden, biases, of_heads = layers[3].out_features, [layer.bias for layer in layers], attention._norms
+        sizes = [
+            *[hidden] * 4,
+            sum(attention._heads[:2]) * attention.head_dim,
+            *(layer.out_features for layer in layers),
+        ]
+        for tensor, size in zip((*factors, of_heads, *biases), sizes, strict=True):
+            is_known = is_known and (tensor is None or (_is_plain(tensor) and tensor.numel() == size))
         if not is_known:
             raise TypeError("These parts have no kernels.")
-        sides = norms if is_gemma else [norms[0], None, norms[1], None]
-        biases, of_heads = [layer.bias for layer in layers], attention._norms
         kernels = LayerKernels(
             [group[0].product.matrix for group in groups],
             biases,
-            [*(None if norm is None else norm.factor for norm in sides), of_heads],
+            [*factors, of_heads],
             [*(getattr(norm, "eps", 0.0) for norm in sides), attention._eps],
             tuple(attention._heads[:2]),
             mlp._is_gelu,
@@ -286,58 +307,60 @@ class FusedLayer(Fused):
         found = [each for owner in owners for each in owner.values()]
         others = [id(each._forward_hooks) for each in (attention, *layers)]  # which are looked at one by one
         hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
-        tensors = [each for each in (of_heads, *biases) if each is not None]
-        pointers = [each.data_ptr() for each in (*(norm.factor for norm in norms), *tensors)]
-        self._layers = layers
-        self._looked = _Looked(kernels, owners, found, [*map(vars, modules)], hooks, norms, tensors, pointers)
+        kinds, own = [*map(type, modules)], [*map(vars, modules)]
+        where = owners, found, modules, kinds, own, hooks, norms, of_heads, _state(norms, layers)
+        self._looked = looked = _Looked(kernels, layers, *where)
+        return looked
 
-    def _known(self: Any) -> LayerKernels | None:
-        """The kernels, if all is as it was."""
-        if self._looked is None:  # copied
-            with suppress(AttributeError, TypeError):
-                self.prepare()
-        looked, attention = self._looked, self.self_attn
-        if (
-            looked is None
-            or any(looked.hooks)
-            or _has_any_global_hook()
-            or _implementation(attention.config) != "sdpa"
-        ):
-            return None
-        if any(getattr(hook, "__module__", None) != _RECORDER for hook in attention._forward_hooks.values()):
-            return None
-        found = [each for owner in looked.owners for each in owner.values()]
-        if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
-            return None
-        if any("forward" in own for own in looked.own) or attention._parts != attention.parts():
-            return None
-        tensors = [*(norm.factor for norm in looked.norms), *looked.tensors]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            return None
-        if [each.data_ptr() for each in tensors] != looked.pointers:
-            self.prepare()
-        return self._looked.kernels
+    def look(self: Any) -> _Looked | None:
+        """What is known of the layer, if all is as it was."""
+        looked: _Looked | None = self._looked
+        with suppress(AttributeError, TypeError):  # where it cannot be prepared any more
+            if looked is None:  # copied
+                looked = self.prepare()
+            attention = self.self_attn
+            if any(looked.hooks) or _has_any_global_hook() or _implementation(attention.config) != "sdpa":
+                return None
+            if any(getattr(hook, "__module__", None) != _RECORDER for hook in attention._forward_hooks.values()):
+                return None
+            found = [each for owner in looked.owners for each in owner.values()]
+            if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
+                return None
+            if [*map(type, looked.modules)] != looked.kinds or any("forward" in own for own in looked.own):
+                return None
+            if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
+                return None
+            is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
+            is_same = is_same and looked.state == _state(looked.norms, looked.layers)
+            return looked if is_same else self.prepare()
+        return None
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         """The base's, on `(B, Q, hidden size)`."""
         turns: Any = how.get("position_embeddings")
-        attention = self.self_attn
-        kernels: LayerKernels | None = None
+        looked: _Looked | None = None
         updates: Any = None
         if not args and turns is not None and self.has_kernels and not self.training and takes(hidden_states):
-            kernels = self._known()
-        if kernels is not None:
-            turns, updates = _of_rows(turns, hidden_states, attention.head_dim), _updates(self._layers, hidden_states)
-        if kernels is None or turns is None or updates is False:
+            looked = self.look()
+        attention = self.self_attn
+        if looked is not None and hidden_states.ndim == 3 and hidden_states.shape[2] == looked.kernels.hidden:
+            turns, updates = _of_rows(turns, hidden_states, attention.head_dim), _updates(looked.layers, hidden_states)
+        else:
+            turns = None
+        if looked is None or turns is None or updates is False:
             own: Any = super()
             found: torch.Tensor = own.forward(hidden_states, *args, **how)
             return found
-        rows, mask = hidden_states.contiguous(), how.pop("attention_mask", None)
+        kernels, rows, mask = looked.kernels, hidden_states.contiguous(), how.pop("attention_mask", None)
         rooms: list[Any] = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
-        if len(rooms) == 1 and rooms[0] is not None and (seen := attention.seen(mask, *rows.shape[:2])) is not False:
+        if len(rooms) == 1 and rooms[0] is not None:
             keys, values, slots, longest = rooms[0]
-            memory = memory_of(keys, values, slots, longest, attention.scaling, seen)
-            return kernels.step(rows, turns, memory, updates)
+            seen = attention.seen(mask, *rows.shape[:2], longest)
+            shape = attention._heads[1], attention.head_dim
+            is_fitting = keys.shape[1::2] == values.shape[1::2] == shape and len(keys) >= len(rows)
+            if seen is not False and is_fitting and slots.shape == rows.shape[:2] and _is_plain(keys):
+                memory = memory_of(keys, values, slots, longest, attention.scaling, seen)
+                return kernels.step(rows, turns, memory, updates)
         del how["position_embeddings"]
         states = attention.split(kernels.begin(rows, turns, updates))
         attended, _ = attention.attend(*states, mask, True, how)
@@ -348,12 +371,20 @@ class FusedLayer(Fused):
         return bool(self.self_attn.has_kernels and self.mlp.has_kernels)
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
-        """What `call`, this forward or the base's, adds to its rows and caches."""
+        """What `call`, this forward or the base's, gives and caches."""
 
         def attend(rows: torch.Tensor, turns: Any, mask: Any, **how: Any) -> tuple[torch.Tensor]:
-            return (call(rows, attention_mask=mask, position_embeddings=turns, **how) - rows,)
+            return (call(rows, attention_mask=mask, position_embeddings=turns, **how),)
 
         return self.self_attn.probe(attend, rows, cache)
+
+
+def _state(norms: list[PackedNorm], layers: list[PackedLinear]) -> list[Any]:
+    """What may be changed in place: where weights lie, and how."""
+    tensors = [norm.factor for norm in norms]
+    tensors += [bias for layer in layers if (bias := layer._parameters["bias"]) is not None]
+    state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
+    return [*state, *(norm.eps for norm in norms), *(vars(layer)["product"] for layer in layers)]
 
 
 def _is_watched(module: Any) -> bool:
@@ -393,26 +424,28 @@ def _updates(layers: list[Any], rows: torch.Tensor) -> Any:
     return None if places is None else Updates(pairs, places)
 
 
-def _is_plain(states: torch.Tensor) -> bool:
-    return states.dtype == torch.float32 and states.stride(3) == 1
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is in float32 and the numbers of a row have no gaps."""
+    return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
 
-def _seen(mask: torch.Tensor | None, sequences: int, count: int) -> Any:
+def _seen(mask: torch.Tensor | None, sequences: int, count: int, keys: int) -> Any:
     """What each row sees by a mask, for [`attend_rows`]; `False` for masks of another kind. It is kept on the mask:
     layers share that."""
     if mask is None:
         return None if count == 1 else False
-    found: Any = getattr(mask, "seen_places", None)
-    if found is None:
+    version = 0 if mask.is_inference() else mask._version
+    known: Any = getattr(mask, "seen_places", None)
+    if known is None or known[0] != version:
         # A step says it beside its mask. That of an AR step is `(B, 1, 1, K)`.
         visible = getattr(mask, "visible", mask if count == 1 else None)
-        found = False
+        found: Any = False
         if visible is not None and visible.dtype == torch.bool and visible.shape[1:3] == (1, count):
             rows = visible.expand(sequences, -1, -1, -1).flatten(0, 2)
             ends = nn.functional.pad(rows.sum(1).cumsum(0), (1, 0))
-            found = rows.nonzero()[:, 1].int(), ends.int()
-        mask.seen_places = found  # type: ignore[attr-defined]
-    return False if found and len(found[1]) != sequences * count + 1 else found
+            found = rows.nonzero()[:, 1].int(), ends.int(), rows.shape
+        mask.seen_places = known = version, found  # type: ignore[attr-defined]
+    return known[1][:2] if known[1] and known[1][2] == (sequences * count, keys) else False
 
 
 def _implementation(config: Any) -> str:
@@ -475,40 +508,43 @@ def _try(module: Any, mixin: Any) -> None:
         with suppress(Exception):
             module.prepare()
             module.training = False
-            norms = [each for each in module.modules() if isinstance(each, PackedNorm) and each.has_kernels]
-            for norm in norms:
-                norm.has_kernels = False
-            try:
-                is_same = all(_is_same(module, base, name, count, scale) for count, scale in _PROBED)
-            finally:
+            if mixin.needs_kernels:  # then its parts are computed by the same kernels
+                module.has_kernels = module.suits_kernels()
+                is_fused = module.has_kernels and _is_same(module, base, name)
+            else:
+                norms = [each for each in module.modules() if isinstance(each, PackedNorm) and each.has_kernels]
                 for norm in norms:
-                    norm.has_kernels = True
-            if is_same:
-                module.has_kernels = has_kernels() and module.suits_kernels()
-                if module.has_kernels:
-                    module.has_kernels = all(_is_close(module, base, name, count, scale) for count, scale in _PROBED)
+                    norm.has_kernels = False
+                try:
+                    is_fused = _is_same(module, base, name)
+                finally:
+                    for norm in norms:
+                        norm.has_kernels = True
+                if is_fused:
+                    module.has_kernels = has_kernels() and module.suits_kernels()
+                    module.has_kernels = module.has_kernels and _is_close(module, base, name)
+            if is_fused:
                 module.training = before["training"]
-                if module.has_kernels or not mixin.needs_kernels:
-                    return
+                return
     vars(module).clear()
     vars(module).update(before)
     module.__class__ = base
 
 
-def _is_same(module: Any, base: Any, cache: str, count: int, scale: float) -> bool:
-    """Whether a fused module gives so many rows the bits that its base gives them."""
-    return all(map(torch.equal, *_both(module, base, cache, count, scale)))
+def _is_same(module: Any, base: Any, cache: str) -> bool:
+    """Whether a fused module gives rows the bits that its base gives them."""
+    return all(torch.equal(found, own) for found, own in _both(module, base, cache))
 
 
-def _is_close(module: Any, base: Any, cache: str, count: int, scale: float) -> bool:
+def _is_close(module: Any, base: Any, cache: str) -> bool:
     """Whether it gives them nearly the same values."""
-    pairs = zip(*_both(module, base, cache, count, scale), strict=True)
-    return all(bool((found - own).norm() <= _CLOSE * own.norm()) for found, own in pairs)
+    return all(bool((found - own).norm() <= _CLOSE * own.norm()) for found, own in _both(module, base, cache))
 
 
-def _both(module: Any, base: Any, cache: str, count: int, scale: float) -> list[Any]:
-    """What a fused module and its base give so many rows."""
+def _both(module: Any, base: Any, cache: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a fused module and its base give."""
     size = next(layer.in_features for layer in module.modules() if isinstance(layer, PackedLinear))
-    rows = torch.randn(1, count, size, generator=torch.Generator().manual_seed(count)) * scale
-    calls = module.forward, partial(base.forward, module)
-    return [module.probe(call, rows, cache) for call in calls]
+    for count, scale in _PROBED:
+        rows = torch.randn(1, count, size, generator=torch.Generator().manual_seed(count)) * scale
+        calls = module.forward, partial(base.forward, module)
+        yield from zip(*(module.probe(call, rows, cache) for call in calls), strict=True)

@@ -22,8 +22,8 @@
 #include <string.h>
 
 enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, BYTES = 2 * GROUP, LARGEST = 127 << 7 };
-// So few numbers, weights and products are done before other threads would have begun.
 enum { WIDE = 16, MOST_WIDE_ROWS = 6 };  // of 16 bits: outputs that lie together, and rows that are multiplied together
+// So few numbers, weights and products are done before other threads would have begun.
 enum { LANES = 8, FEW = 1 << 15, FEW_WEIGHTS = 1 << 17, FEW_PRODUCTS = 1 << 19 };
 
 typedef struct {
@@ -311,7 +311,7 @@ void norm_rows(const float *rows, const float *factor, float *out, int count, in
 }
 
 // Turns heads by rotary embeddings, in place: the first `heads` times `width` numbers of each row of `stride` numbers.
-// `cosines` and `sines` are (count, width), the width is a multiple of 16. With `factors`, (heads, width), each head is
+// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`, (heads, width), each head is
 // normed before.
 void turn_heads(float *rows, const float *cosines, const float *sines, const float *factors, int count, int heads,
                 int width, int stride, float eps, int threads) {
@@ -430,9 +430,9 @@ int attend_rows(const float *query, const float *keys, const float *values, cons
                 float *out, int rows, int of_each, int heads, int groups, int longest, int width,
                 const Strides *strides, float scaling, int threads) {
   const size_t room = (size_t)(longest + LANES - 1) / LANES * LANES;
-  float *scores = malloc(rows * heads * room * sizeof *scores);
+  float *scores = malloc((size_t)rows * heads * room * sizeof *scores);
   if (!scores) return 1;
-#pragma omp parallel for num_threads(threads) if (rows * heads * room * width > FEW)
+#pragma omp parallel for num_threads(threads) if ((size_t)rows * heads * room * width > FEW)
   for (int each = 0; each < rows * heads; each++) {
     const int r = each / heads, h = each % heads, start = ends ? ends[r] : 0;
     attend(query + r * strides->query_row + h * strides->query_head,
@@ -513,10 +513,10 @@ static void add_rows(const float *rows, float *found, const float *factor, float
 int end_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
               const float *attended, float *out, int count, int threads) {
   const int hidden = layer->hidden, inner = layer->inner, sizes[] = {inner, inner};
-  float *found = malloc((size_t)count * (2 * hidden + 3 * inner) * sizeof *found);
+  const size_t wider = hidden > inner ? hidden : inner;
+  float *found = malloc(count * (hidden + 2 * (size_t)inner + wider) * sizeof *found);
   if (!found) return 1;
-  float *normed = found + (size_t)count * hidden, *gates = normed + (size_t)count * hidden;
-  float *between = gates + (size_t)count * 2 * inner;
+  float *gates = found + (size_t)count * hidden, *normed = gates + (size_t)count * 2 * inner, *between = normed;
   int is_short = project(layer, 1, updates, masks, masked, attended, found, count, layer->queries * layer->head_width, 3,
                          &hidden, 1, threads);
   if (!is_short) {

@@ -88,9 +88,9 @@ def multiply_groups(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits
 
 def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int) -> torch.Tensor:
     rows, width, size = rows.contiguous(), rows.shape[-1], blocks.shape[1] * (1 if bits == 16 else GROUP)
-    if rows.dtype != torch.float32 or width != size:
+    if rows.dtype != torch.float32 or width != size or not rows.is_cpu:
         wanted = f"rows of {size} float32 numbers"
-        raise ValueError(f"This matrix multiplies {wanted}, got {width} of {rows.dtype}.")
+        raise ValueError(f"This matrix multiplies {wanted} on a CPU, got {width} of {rows.dtype} on {rows.device}.")
     found = rows.new_empty(*rows.shape[:-1], outputs)
     pointers = rows.data_ptr(), blocks.data_ptr(), found.data_ptr()
     if _library().multiply_rows(*pointers, rows.numel() // width, outputs, width, bits, torch.get_num_threads()):
@@ -99,8 +99,9 @@ def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int)
 
 
 def takes(rows: torch.Tensor) -> bool:
-    """Whether the kernels below can be used: they have no gradients, and torch cannot compile them or trace them."""
-    is_plain = rows.dtype == torch.float32 and not (rows.requires_grad and torch.is_grad_enabled())
+    """Whether the kernels below can be used: on a CPU, outside of autocast; they have no gradients, and torch cannot
+    compile them or trace them."""
+    is_plain = rows.dtype == torch.float32 and rows.is_cpu and not (rows.requires_grad and torch.is_grad_enabled())
     is_followed = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
     return is_plain and not is_followed and has_kernels()  # asked anew where a model was copied to another machine
 
@@ -209,32 +210,24 @@ class LayerKernels:
     def begin(self, rows: torch.Tensor, turns: Turns, updates: "Updates | None") -> torch.Tensor:
         """Queries, keys and values of rows `(..., H)`, turned, side by side: `(..., width)`."""
         found = rows.new_empty(*rows.shape[:-1], self.width)
-        cosines, sines = turns
-        pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), found.data_ptr()
-        count = rows.numel() // self.hidden
-        own = (None, None, 0) if updates is None else updates.arguments
-        if _library().begin_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
-            raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
-        return found
+        return self._run("begin_layer", rows, updates, *(turn.data_ptr() for turn in turns), found)
 
     def end(self, rows: torch.Tensor, attended: torch.Tensor, updates: "Updates | None") -> torch.Tensor:
         """What the layer makes of its rows `(..., H)` and of what was attended, `(..., all queries)`: `(..., H)`."""
-        found = torch.empty_like(rows)
-        pointers = rows.data_ptr(), attended.data_ptr(), found.data_ptr()
-        count = rows.numel() // self.hidden
-        own = (None, None, 0) if updates is None else updates.arguments
-        if _library().end_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
-            raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
-        return found
+        return self._run("end_layer", rows, updates, attended.data_ptr(), torch.empty_like(rows))
 
     def step(self, rows: torch.Tensor, turns: Turns, memory: _Memory, updates: "Updates | None") -> torch.Tensor:
         """The whole layer, on rows `(..., H)`: attention too, by what [`memory_of`] gave."""
-        found = torch.empty_like(rows)
-        cosines, sines = turns
-        pointers = rows.data_ptr(), cosines.data_ptr(), sines.data_ptr(), ctypes.addressof(memory), found.data_ptr()
-        count = rows.numel() // self.hidden
+        pointers = turns[0].data_ptr(), turns[1].data_ptr(), ctypes.addressof(memory)
+        return self._run("step_layer", rows, updates, *pointers, torch.empty_like(rows))
+
+    def _run(self, name: str, rows: torch.Tensor, updates: "Updates | None", *others: Any) -> torch.Tensor:
+        found: torch.Tensor
+        *pointers, found = others
         own = (None, None, 0) if updates is None else updates.arguments
-        if _library().step_layer(self._address, *own, *pointers, count, torch.get_num_threads()):
+        count, threads = rows.numel() // self.hidden, torch.get_num_threads()
+        function = getattr(_library(), name)
+        if function(self._address, *own, rows.data_ptr(), *pointers, found.data_ptr(), count, threads):
             raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
         return found
 

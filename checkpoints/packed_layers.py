@@ -49,7 +49,8 @@ class PackedLinear(nn.Module):
         self.training = layer.training
         take_hooks(self, layer)
         bias = layer.bias
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        own = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        self.register_parameter("bias", own)
         self.product, self.part = product or Product([layer.weight]), part
 
     @property
@@ -184,6 +185,8 @@ class PackedNorm(nn.RMSNorm):
         """`(H,)`, what the normed rows are multiplied by."""
         if not self._added:
             return self.weight
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            return self._added + self.weight
         version = 0 if self.weight.is_inference() else self.weight._version
         if self._factor is None or self._factor[0] != version:
             self._factor = version, (self._added + self.weight).detach()

@@ -81,7 +81,7 @@ class StepAttention:
             step: its rows.
             position_ids: `(A, Q)` int64, logical positions.
             alone: how many of the first rows attend one by one, see [`attends_by_row`]. 0 for a prompt: AR decoding
-                reads it in one call, too. `None`: all rows attend together, but in kernels.
+                reads it in one call, too. `None`: all rows attend together. In kernels each attends by itself.
             is_prompt: rows attend together in kernels, too.
 
         Returns:
@@ -106,7 +106,7 @@ class StepAttention:
                 mask = grouped_mask(seen[:, :, alone or 0 :], self.groups or 1, self.dtype)
             if alone:
                 self._alone.append((mask, [*map(keys_of, seen[0, 0, :alone])]))
-            if self.has_kernels and not is_prompt:
+            if self.has_kernels and not is_prompt and mask is not seen:
                 mask.visible = seen  # type: ignore[attr-defined]
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]

@@ -92,7 +92,7 @@ class WindowLayer(DynamicLayer):
             return None
         if step.end > self._keys.shape[2]:
             self._fit((torch.float32, torch.float32), step.end)
-        return self._keys, self._values, step.slots.contiguous(), step.end
+        return self._keys, self._values, step.slots, step.end
 
     def _fit(self, dtypes: tuple[torch.dtype, torch.dtype], end: int) -> None:
         """Gives the buffers these dtypes, and room for `end` slots."""

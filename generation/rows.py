@@ -266,7 +266,7 @@ def lay_out(
     size = max(1, width, *counts)
     tail = width or max(1, *(count - first for count, first in zip(counts, firsts, strict=True)))
     columns = [_columns(sequence, size, size - tail, filler) for sequence in sequences]
-    input_ids, position_ids, slots, parents = torch.tensor(columns, device=device).unbind(1)
+    input_ids, position_ids, slots, parents = torch.tensor([*zip(*columns, strict=True)], device=device)
     committed = [sequence.committed for sequence in sequences]
     is_contiguous = capacity is None and min(committed) == max(committed) and min(counts) == size
     return Step(

@@ -182,7 +182,7 @@ def test_what_has_gradients_or_other_dtypes_is_left_to_torch():
 def test_rows_of_another_width_or_dtype_are_refused():
     _, _, blocks = blocks_of(8, 11, 64, torch.Generator().manual_seed(0))
     for rows in (torch.ones(2, 60), torch.ones(2, 96), torch.ones(2, 64).bfloat16()):
-        with pytest.raises(ValueError, match=r"multiplies rows of 64 float32 numbers, got \d+ of torch\."):
+        with pytest.raises(ValueError, match=r"multiplies rows of 64 float32 numbers on a CPU, got \d+ of torch\."):
             multiply_groups(rows, blocks, 11, 8)
 
 
