@@ -3,8 +3,9 @@ multiply.
 
 A module's class becomes a subclass of its own, as far as the values stay the very same. Whether they do is looked at,
 layer by layer: names only say what may be tried. Where there are [`kernels`], they then take the place of torch's
-operations, if the values stay close: sums have another order. Where the parts are not as they were then, and in
-training, a module computes as its own class does.
+operations, if the values stay close: sums have another order. Last, a decoder layer becomes one kernel, if that gives
+the very values of its parts' kernels. Where the parts are not as they were then, and in training, a module computes as
+its own class does.
 
 `B` sequences, `Q` rows of each, `D` head width.
 """

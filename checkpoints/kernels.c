@@ -1,7 +1,8 @@
 // A decoder's layers on float32 rows, on processors with AVX2, with matrices of 16, 8 or 4 bits.
 //
-// A matrix of 16 bits lies in tiles: the weights of 16 outputs for one input, float16, behind those for the input before.
-// One of 8 or 4 lies in blocks: the weights of 8 outputs for 32 neighbouring inputs, a group, whose weights share a scale.
+// A matrix of 16 bits lies in tiles: the weights of 16 outputs for one input, float16, behind those for the input
+// before. One of 8 or 4 lies in blocks: the weights of 8 outputs for 32 neighbouring inputs, a group, whose weights
+// share a scale.
 //
 //   8 bits  256 bytes, then 8 steps:             weight = step * level, -127 to 127
 //   4 bits  128 bytes, then 8 steps and 8 lows:  weight = low + step * level, 0 to 15
@@ -9,10 +10,10 @@
 // Steps and lows are float16. Of the levels, 32 bytes are 8 outputs times 4 inputs; of 4 bits, the low halves of 32
 // bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
 //
-// For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are sums of integers,
-// the same in any order. (In 8 bits, whose products take half as long, a model writes other texts, and layer by layer small
-// differences become large ones.) Every sum of floats has one order: a row has the same bits whatever stands beside it,
-// in any number of threads.
+// For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are
+// sums of integers, the same in any order. (In 8 bits, whose products take half as long, a model writes other texts,
+// and layer by layer small differences become large ones.) Every sum of floats has one order: a row has the same bits
+// whatever stands beside it, in any number of threads.
 
 #include <immintrin.h>
 #include <math.h>
@@ -167,9 +168,11 @@ static inline __attribute__((always_inline)) void multiply_block(int bits, int r
   }
 }
 
-#define MULTIPLY(rows)                                                                \
-  if (bits == 4) multiply_block(4, rows, own, groups, row, scale, to, outputs, left); \
-  else multiply_block(8, rows, own, groups, row, scale, to, outputs, left)
+#define MULTIPLY(rows)                                                   \
+  if (bits == 4)                                                         \
+    multiply_block(4, rows, own, groups, row, scale, to, outputs, left); \
+  else                                                                   \
+    multiply_block(8, rows, own, groups, row, scale, to, outputs, left)
 
 // The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under way
 // at once. Each has one order.
@@ -216,8 +219,10 @@ static void multiply_halves(const float *rows, const uint16_t *weights, float *o
       float *to = out + r * (size_t)outputs + t * WIDE;
       switch (count - r) {
         case 1:
-          if (count == 1 && t + 1 < tiles) multiply_tile(1, 2, own, width, row, to, outputs, left);
-          else multiply_tile(1, 1, own, width, row, to, outputs, left);
+          if (count == 1 && t + 1 < tiles)
+            multiply_tile(1, 2, own, width, row, to, outputs, left);
+          else
+            multiply_tile(1, 1, own, width, row, to, outputs, left);
           break;
         case 2: multiply_tile(2, 1, own, width, row, to, outputs, left); break;
         case 3: multiply_tile(3, 1, own, width, row, to, outputs, left); break;
@@ -275,13 +280,15 @@ typedef struct {
   int32_t inner, down_bits, up_bits;
 } Update;
 
-// Adds to `out`, rows of `stride` numbers, what an update makes of `rows`, which are those of `places`.
-static int add_update(const float *rows, const Update *update, float *out, const int32_t *places, int count, int outputs,
-                      int width, int stride, int threads) {
+// Adds what an update makes of `rows` (count, width) to `out`, at these `places` among its rows of `stride` numbers.
+static int add_update(const float *rows, const Update *update, float *out, const int32_t *places, int count,
+                      int outputs, int width, int stride, int threads) {
   const int inner = update->inner;
   if (!update->down || !count) return 0;
-  float *between = malloc((size_t)count * (inner + outputs) * sizeof *between), *found = between + (size_t)count * inner;
-  const int is_short = !between || multiply_rows(rows, update->down, between, count, inner, width, update->down_bits, threads) ||
+  float *between = malloc((size_t)count * (inner + outputs) * sizeof *between),
+        *found = between + (size_t)count * inner;
+  const int is_short = !between ||
+                       multiply_rows(rows, update->down, between, count, inner, width, update->down_bits, threads) ||
                        multiply_rows(between, update->up, found, count, outputs, inner, update->up_bits, threads);
   for (int r = 0; r < count && !is_short; r++) {
     float *row = out + places[r] * (size_t)stride;
@@ -301,7 +308,8 @@ static inline void norm_row(const float *row, const float *factor, float *out, i
   }
   const __m256 scale = _mm256_set1_ps(1 / sqrtf(sum_of(squares) / width + eps));
   for (int i = 0; i < width; i += LANES)
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(row + i), scale), _mm256_loadu_ps(factor + i)));
+    _mm256_storeu_ps(out + i,
+                     _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(row + i), scale), _mm256_loadu_ps(factor + i)));
 }
 
 // RMSNorm: `rows` and `out` (count, width), `factor` (width); the width is a multiple of 8.
@@ -311,8 +319,8 @@ void norm_rows(const float *rows, const float *factor, float *out, int count, in
 }
 
 // Turns heads by rotary embeddings, in place: the first `heads` times `width` numbers of each row of `stride` numbers.
-// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`, (heads, width), each head is
-// normed before.
+// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`, (heads,
+// width), each head is normed before.
 void turn_heads(float *rows, const float *cosines, const float *sines, const float *factors, int count, int heads,
                 int width, int stride, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (count * (size_t)stride > FEW)
@@ -336,7 +344,8 @@ void turn_heads(float *rows, const float *cosines, const float *sines, const flo
 // polynomial for what is left, at most ln(2) / 2.
 static inline __m256 exp_of(__m256 x) {
   x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // what is no number stays so
-  const __m256 whole = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 whole =
+      _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   x = _mm256_fnmadd_ps(whole, _mm256_set1_ps(0.693359375f), x);
   x = _mm256_fnmadd_ps(whole, _mm256_set1_ps(-2.12194440e-4f), x);
   static const float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
@@ -415,17 +424,19 @@ static void attend(const float *query, const float *keys, const float *values, c
       const float *value = place_of(values, strides->value, places, k) + i;
       const __m256 weight = _mm256_set1_ps(scores[k]);
       if (parts == LANES)
-        for (int j = 0; j < LANES; j++) found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
+        for (int j = 0; j < LANES; j++)
+          found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
       else
-        for (int j = 0; j < parts; j++) found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
+        for (int j = 0; j < parts; j++)
+          found[j] = _mm256_fmadd_ps(weight, _mm256_loadu_ps(value + LANES * j), found[j]);
     }
     for (int j = 0; j < parts; j++) _mm256_storeu_ps(out + i + LANES * j, _mm256_mul_ps(found[j], share));
   }
 }
 
-// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] - 1 of
-// `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple of 8.
-// Returns 1 where memory is missing, else 0.
+// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] - 1
+// of `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple
+// of 8. Returns 1 where memory is missing, else 0.
 int attend_rows(const float *query, const float *keys, const float *values, const int32_t *places, const int32_t *ends,
                 float *out, int rows, int of_each, int heads, int groups, int longest, int width,
                 const Strides *strides, float scaling, int threads) {
@@ -460,7 +471,7 @@ static void add_bias(float *out, const float *bias, int count, int outputs, int 
     for (int i = 0; i < outputs; i++) out[r * (size_t)stride + i] += bias[i];
 }
 
-// What the layers `first` to `last` of a matrix give, side by side.
+// What `parts` layers, from number `first` on, give of `rows` (count, width), side by side: `matrix` holds them all.
 static int project(const Layer *layer, int matrix, const Update *updates, const int32_t *masks, int masked,
                    const float *rows, float *out, int count, int width, int first, const int *sizes, int parts,
                    int threads) {
@@ -471,19 +482,21 @@ static int project(const Layer *layer, int matrix, const Update *updates, const 
   if (updates && masked && !is_short) {
     own = malloc((size_t)masked * width * sizeof *own);
     is_short = !own;
-    for (int r = 0; r < masked && own; r++) memcpy(own + r * (size_t)width, rows + masks[r] * (size_t)width, width * sizeof *own);
+    for (int r = 0; r < masked && own; r++)
+      memcpy(own + r * (size_t)width, rows + masks[r] * (size_t)width, width * sizeof *own);
   }
   for (int i = 0; i < parts && !is_short; place += sizes[i++]) {
     add_bias(out + place, layer->biases[first + i], count, sizes[i], stride);
-    if (own) is_short = add_update(own, updates + first + i, out + place, masks, masked, sizes[i], width, stride, threads);
+    if (own)
+      is_short = add_update(own, updates + first + i, out + place, masks, masked, sizes[i], width, stride, threads);
   }
   free(own);
   return is_short;
 }
 
-// The queries, keys and values of `rows` (count, hidden), turned, into `out` (count, (queries + 2 * keys) * head_width).
-// `cosines` and `sines` are (count, head_width). `updates`, one for each layer, are of the rows at the places `masks`;
-// NULL without. Returns 1 where memory is missing, else 0.
+// The queries, keys and values of `rows` (count, hidden), turned, into `out` (count, (queries + 2 * keys) *
+// head_width). `cosines` and `sines` are (count, head_width). `updates`, one for each layer, are of the rows at the
+// places `masks`; NULL without. Returns 1 where memory is missing, else 0.
 int begin_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
                 const float *cosines, const float *sines, float *out, int count, int threads) {
   const int width = layer->head_width, hidden = layer->hidden, turned = layer->queries + layer->keys;
@@ -517,8 +530,8 @@ int end_layer(const Layer *layer, const Update *updates, const int32_t *masks, i
   float *found = malloc(count * (hidden + 2 * (size_t)inner + wider) * sizeof *found);
   if (!found) return 1;
   float *gates = found + (size_t)count * hidden, *normed = gates + (size_t)count * 2 * inner, *between = normed;
-  int is_short = project(layer, 1, updates, masks, masked, attended, found, count, layer->queries * layer->head_width, 3,
-                         &hidden, 1, threads);
+  int is_short = project(layer, 1, updates, masks, masked, attended, found, count, layer->queries * layer->head_width,
+                         3, &hidden, 1, threads);
   if (!is_short) {
     add_rows(rows, found, layer->norms[1], out, count, hidden, layer->eps[1], threads);
     norm_rows(out, layer->norms[2], normed, count, hidden, layer->eps[2], threads);
@@ -562,11 +575,11 @@ int step_layer(const Layer *layer, const Update *updates, const int32_t *masks, 
       memcpy(memory->values + sequence * strides.value_sequence + h * strides.value_head + slot * strides.value,
              own + keys * size, size * sizeof *own);
     }
-  is_short = is_short ||
-             attend_rows(turned, memory->keys, memory->values, memory->places, memory->ends, attended, count,
-                         memory->of_each, queries, queries / keys, memory->longest, size, &strides, memory->scaling,
-                         threads) ||
-             end_layer(layer, updates, masks, masked, rows, attended, out, count, threads);
+  is_short =
+      is_short ||
+      attend_rows(turned, memory->keys, memory->values, memory->places, memory->ends, attended, count, memory->of_each,
+                  queries, queries / keys, memory->longest, size, &strides, memory->scaling, threads) ||
+      end_layer(layer, updates, masks, masked, rows, attended, out, count, threads);
   free(turned);
   return is_short;
 }
