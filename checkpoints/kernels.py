@@ -173,7 +173,7 @@ def attend_rows(
 
 
 class LayerKernels:
-    """A decoder layer but for its attention, whose keys and values a cache keeps: the kernels of both sides.
+    """The kernels of a decoder layer: of all of it, or of both sides where a cache stores keys and values by itself.
 
     Args:
         matrices: of queries, keys and values; of attention's output; of gate and up; of the MLP's output.
