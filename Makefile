@@ -9,8 +9,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+UV := $(BIN)/uv
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
+
+# uv, which installs all but torch, has variables of its own for what pip's say.
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_EXTRA_INDEX_URL
+export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
+endif
+export UV_INDEX_STRATEGY ?= unsafe-best-match
 
 .PHONY: demo real real-smollm2 real-gemma test test-lowest test-newest test-vllm test-peers slow lint types unit docs dist format clean
 
@@ -60,7 +70,6 @@ slow: $(INSTALLED)
 # made by uv. torch comes by pip, before the rest, and stays as it is. NEWEST_TORCH names another one: CI
 # takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
 # ONE_SET are left out for their time: tests of our own arithmetic, text, pages, requests and examples, which tell least of versions.
-UV := $(BIN)/uv
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
@@ -132,12 +141,13 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
+# torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version. The
+# rest comes by uv, in half of pip's time, or by pip where uv cannot reach it: uv reads no pip.conf.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"the pinned packages need Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
-	@echo 'Installing the pinned packages into $(VENV): some minutes, the first time.'
+	@echo 'Installing the pinned packages into $(VENV): a few minutes, the first time.'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $$(grep '^torch==' requirements.txt)
-	$(PIP) install --quiet --requirement requirements.txt
+	$(PIP) install --quiet $$(grep -E '^(torch|uv)==' requirements.txt)
+	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.txt || $(PIP) install --quiet --requirement requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -72,7 +72,8 @@ def _digest(model: Any) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         flat = weight.detach().reshape(-1)
-        bits = flat.view(torch.int16 if flat.element_size() > 1 else torch.int8)
+        size = 8 if flat.nbytes % 8 == 0 else flat.element_size()
+        bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[size])
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {int(bits.sum())}".encode())
         digest.update(flat[:: max(1, len(flat) // SAMPLED)].float().numpy().tobytes())
     return digest.hexdigest()[:16]
