@@ -69,16 +69,19 @@ slow: $(INSTALLED)
 # With the lowest versions that setup.cfg allows, and with the newest that an index has today: in environments of their own,
 # made by uv. torch comes by pip, before the rest, and stays as it is. NEWEST_TORCH names another one: CI
 # takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
-# ONE_SET are left out for their time: tests of our own arithmetic, text, pages, requests and examples, which tell least of versions.
+# ONE_SET are left out for their time: tests of our own arithmetic, kernels, text, pages, requests and examples, which tell least of
+# versions.
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
 EXTRAS := cli,train,peft,gguf,qlora,eval,serve,dev
 ONE_SET := test_architecture.py test_readme.py console examples eval/test_numbers.py eval/trace
-ONE_SET += serving/test_page.py serving/test_requests.py
-ONE_SET += checkpoints/test_files.py checkpoints/test_remembered.py
-ONE_SET += generation/test_planner.py generation/test_branches.py
-ONE_SET += adapters/test_minutes.py adapters/test_root_head.py faults/test_threads_and_commands.py
+ONE_SET += eval/report eval/harness/test_likelihood.py
+ONE_SET += serving/test_page.py serving/test_requests.py serving/test_messages.py serving/test_limits.py
+ONE_SET += checkpoints/test_files.py checkpoints/test_remembered.py checkpoints/test_kernels.py checkpoints/test_matrices.py
+ONE_SET += generation/test_planner.py generation/test_branches.py generation/test_threads.py
+ONE_SET += adapters/test_minutes.py adapters/test_root_head.py adapters/test_adapt.py adapters/test_answers.py
+ONE_SET += faults/test_threads_and_commands.py faults/test_cache_histories.py
 ONE_SET += training/test_cpu.py training/test_masking.py training/test_collator.py training/test_log_probs.py
 OTHER_PYTEST := $(subst $(BIN)/,-m ,$(PYTEST)) -m "not slow" $(addprefix --ignore=tests/,$(ONE_SET))
 

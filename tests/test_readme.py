@@ -329,7 +329,7 @@ HARNESS_OPTIONS = {"--model", "--model_args", "--batch_size", "--confirm_run_uns
 def test_a_release_is_installed_and_runs_the_first_examples(workplace, tmp_path_factory, page, block):
     """sdist, the wheel made from it, a clean virtual environment; torch and the others are borrowed from this one."""
     folder = tmp_path_factory.mktemp("release")
-    skipped = shutil.ignore_patterns(".venv", ".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache")
+    skipped = shutil.ignore_patterns(".venv*", ".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache")
     source = Path(shutil.copytree(ROOT, folder / "source", ignore=skipped))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
