@@ -10,10 +10,9 @@
 // Steps and lows are float16. Of the levels, 32 bytes are 8 outputs times 4 inputs; of 4 bits, the low halves of 32
 // bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
 //
-// For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, two bytes a number, so that products of a group are
-// sums of integers, the same in any order. (In 8 bits, whose products take half as long, a model writes other texts,
-// and layer by layer small differences become large ones.) Every sum of floats has one order: a row has the same bits
-// whatever stands beside it, in any number of threads.
+// For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, so that products of a group are sums of integers, the
+// same in any order. (In 8 bits a model writes other texts, and layer by layer small differences become large ones.)
+// Every sum of floats has one order: a row has the same bits whatever stands beside it, in any number of threads.
 
 #include <immintrin.h>
 #include <math.h>
@@ -22,13 +21,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, BYTES = 2 * GROUP, LARGEST = 127 << 7 };
+enum { GROUP = 32, OUTPUTS = 8, QUADS = GROUP / 4, MOST_ROWS = 4, LARGEST = 127 << 7 };
 enum { WIDE = 16, MOST_WIDE_ROWS = 6 };  // of 16 bits: outputs that lie together, and rows that are multiplied together
 // So few numbers, weights and products are done before other threads would have begun.
 enum { LANES = 8, FEW = 1 << 15, FEW_WEIGHTS = 1 << 17, FEW_PRODUCTS = 1 << 19 };
 
 typedef struct {
-  float step, sum;  // of a group of a row: value = step * (128 * high + low); the sum of all values
+  float step, sum;  // of a group of a row: value = step * level; the sum of all values
 } Scale;
 
 static inline float sum_of(__m256 values) {
@@ -43,15 +42,8 @@ static inline float largest_of(__m256 values) {
   return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
 }
 
-// Packing takes turns between the halves of its operands: the permutation puts numbers in order again.
-static inline void store_bytes(int8_t *place, const __m256i *numbers) {
-  const __m256i low = _mm256_packs_epi32(numbers[0], numbers[1]), high = _mm256_packs_epi32(numbers[2], numbers[3]);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256((__m256i *)place, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
-}
-
-// `levels` are, of each group, 32 high bytes and 32 low ones.
-static void round_row(const float *row, int width, int8_t *levels, Scale *scales) {
+// `levels` are 15 bits and a sign.
+static void round_row(const float *row, int width, int16_t *levels, Scale *scales) {
   const __m256 sign = _mm256_set1_ps(-0.0f), zero = _mm256_setzero_ps();
   for (int g = 0; g < width / GROUP; g++) {
     __m256 values[4], largest = zero, spoiled = zero;
@@ -69,92 +61,69 @@ static void round_row(const float *row, int width, int8_t *levels, Scale *scales
     sum = _mm_add_epi32(sum, _mm_unpackhi_epi64(sum, sum));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 1));
     scales[g] = (Scale){step, step * _mm_cvtsi128_si32(sum)};
-    __m256i high[4];
-    for (int i = 0; i < 4; i++) {
-      high[i] = _mm256_srai_epi32(_mm256_add_epi32(level[i], _mm256_set1_epi32(64)), 7);
-      level[i] = _mm256_sub_epi32(level[i], _mm256_slli_epi32(high[i], 7));
+    for (int i = 0; i < 4; i += 2) {
+      const __m256i packed = _mm256_packs_epi32(level[i], level[i + 1]);  // takes turns between the halves of both
+      _mm256_storeu_si256((__m256i *)(levels + g * GROUP + 8 * i), _mm256_permute4x64_epi64(packed, 0xd8));
     }
-    store_bytes(levels + g * BYTES, high);
-    store_bytes(levels + g * BYTES + GROUP, level);
   }
 }
 
-static inline __m256i four_bytes(const int8_t *bytes, int quad) {
-  return _mm256_set1_epi32(((const int32_t *)bytes)[quad]);
-}
-
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)  // which add products of bytes to integers in one instruction
-static inline __m256i dot_4bit(const __m256i *weights, const int8_t *levels) {
-  __m256i high = _mm256_setzero_si256(), low = high;
-  for (int q = 0; q < QUADS; q++) {
-    high = _mm256_dpbusd_epi32(high, weights[q], four_bytes(levels, q));
-    low = _mm256_dpbusd_epi32(low, weights[q], four_bytes(levels + GROUP, q));
-  }
-  return _mm256_add_epi32(_mm256_slli_epi32(high, 7), low);
-}
-
-static inline __m256i dot_8bit(__m256i weights, __m256i sizes, const int8_t *levels, int quad) {
-  const __m256i high = _mm256_sign_epi8(four_bytes(levels, quad), weights);
-  const __m256i low = _mm256_sign_epi8(four_bytes(levels + GROUP, quad), weights), zero = _mm256_setzero_si256();
-  return _mm256_dpbusd_epi32(_mm256_slli_epi32(_mm256_dpbusd_epi32(zero, sizes, high), 7), sizes, low);
-}
+// The sums and, of eight pairs of weights, the products with as many pairs of numbers.
+static inline __m256i add_products(__m256i sums, __m256i weights, __m256i numbers) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpwssd_epi32(sums, weights, numbers);
 #else
-// The sums of a group of 4 bits. Those of 16 products of 4 and of 8 bits fit in 16 bits.
-static inline __m256i dot_4bit(const __m256i *weights, const int8_t *levels) {
-  __m256i high = _mm256_maddubs_epi16(weights[0], four_bytes(levels, 0));
-  __m256i low = _mm256_maddubs_epi16(weights[0], four_bytes(levels + GROUP, 0));
-  for (int q = 1; q < QUADS; q++) {
-    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(weights[q], four_bytes(levels, q)));
-    low = _mm256_add_epi16(low, _mm256_maddubs_epi16(weights[q], four_bytes(levels + GROUP, q)));
-  }
-  return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(128)),
-                          _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, numbers));
+#endif
 }
 
-// The sums of four inputs of a group of 8 bits: the sign of a weight goes to the row's byte.
-static inline __m256i dot_8bit(__m256i weights, __m256i sizes, const int8_t *levels, int quad) {
-  const __m256i high = _mm256_sign_epi8(four_bytes(levels, quad), weights);
-  const __m256i low = _mm256_sign_epi8(four_bytes(levels + GROUP, quad), weights);
-  return _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(sizes, high), _mm256_set1_epi16(128)),
-                          _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, low), _mm256_set1_epi16(1)));
+// Adds the products of four inputs to the sums of a group, pairs of them side by side. `first` are the weights of 4
+// outputs, `second` those of the other 4; `rows` are the inputs of the first row.
+static inline __attribute__((always_inline)) void add_quads(int count, __m256i first, __m256i second,
+                                                            const int16_t *rows, size_t width, __m256i (*sums)[2]) {
+  for (int r = 0; r < count; r++) {
+    int64_t quad;
+    memcpy(&quad, rows + r * width, sizeof quad);
+    const __m256i numbers = _mm256_set1_epi64x(quad);
+    sums[r][0] = add_products(sums[r][0], first, numbers);
+    sums[r][1] = add_products(sums[r][1], second, numbers);
+    // Left alone, the compiler adds all products in the end, where registers are too few to hold them till then.
+    __asm__("" : "+x"(sums[r][0]), "+x"(sums[r][1]));
+  }
 }
-#endif
 
 // The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is inlined.
 static inline __attribute__((always_inline)) void multiply_block(int bits, int rows, const uint8_t *weights, int groups,
-                                                                 const int8_t *levels, const Scale *scales, float *out,
+                                                                 const int16_t *levels, const Scale *scales, float *out,
                                                                  int stride, int left) {
   const size_t bytes = bits * GROUP * OUTPUTS / 8, block = bytes + 2 * OUTPUTS * (bits == 4 ? 2 : 1);
   __m256 found[MOST_ROWS];
   for (int r = 0; r < rows; r++) found[r] = _mm256_setzero_ps();
   for (int g = 0; g < groups; g++, weights += block) {
     for (size_t i = 0; i < block; i += 64) _mm_prefetch((const char *)weights + 8 * block + i, _MM_HINT_T0);
-    const __m256i *lines = (const __m256i *)weights;
+    const __m128i *halves = (const __m128i *)weights;  // of four inputs, the weights of four outputs
     const __m256 step = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(weights + bytes)));
-    __m256i sums[MOST_ROWS];
-    if (bits == 4) {
-      const __m256i mask = _mm256_set1_epi8(15);
-      __m256i own[QUADS];
-      for (int i = 0; i < QUADS / 2; i++) {
-        const __m256i both = _mm256_loadu_si256(lines + i);
-        own[i] = _mm256_and_si256(both, mask);
-        own[i + QUADS / 2] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-      }
-      for (int r = 0; r < rows; r++) sums[r] = dot_4bit(own, levels + (r * groups + g) * (size_t)BYTES);
-    } else {
-      for (int r = 0; r < rows; r++) sums[r] = _mm256_setzero_si256();
-      for (int q = 0; q < QUADS; q++) {
-        const __m256i own = _mm256_loadu_si256(lines + q), size = _mm256_abs_epi8(own);
-        for (int r = 0; r < rows; r++) {
-          const int8_t *row = levels + (r * groups + g) * (size_t)BYTES;
-          sums[r] = _mm256_add_epi32(sums[r], dot_8bit(own, size, row, q));
-        }
+    const int16_t *row = levels + g * GROUP;
+    const size_t width = (size_t)groups * GROUP;
+    __m256i sums[MOST_ROWS][2];
+    for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+    for (int q = 0; q < (bits == 4 ? QUADS / 2 : QUADS); q++) {
+      const __m128i one = _mm_loadu_si128(halves + 2 * q), other = _mm_loadu_si128(halves + 2 * q + 1);
+      if (bits == 4) {
+        const __m256i first = _mm256_cvtepu8_epi16(one), second = _mm256_cvtepu8_epi16(other);
+        const __m256i mask = _mm256_set1_epi16(15);
+        add_quads(rows, _mm256_and_si256(first, mask), _mm256_and_si256(second, mask), row + 4 * q, width, sums);
+        add_quads(rows, _mm256_srli_epi16(first, 4), _mm256_srli_epi16(second, 4), row + GROUP / 2 + 4 * q, width,
+                  sums);
+      } else {
+        add_quads(rows, _mm256_cvtepi8_epi16(one), _mm256_cvtepi8_epi16(other), row + 4 * q, width, sums);
       }
     }
     for (int r = 0; r < rows; r++) {
       const Scale scale = scales[r * (size_t)groups + g];
       const __m256 both = _mm256_mul_ps(step, _mm256_set1_ps(scale.step));
-      found[r] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(sums[r]), found[r]);
+      const __m256i pairs = _mm256_hadd_epi32(sums[r][0], sums[r][1]);  // outputs 0, 1, 4, 5, 2, 3, 6, 7
+      found[r] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(_mm256_permute4x64_epi64(pairs, 0xd8)), found[r]);
       if (bits == 4) {
         const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(weights + bytes) + 1));
         found[r] = _mm256_fmadd_ps(low, _mm256_set1_ps(scale.sum), found[r]);
@@ -245,18 +214,18 @@ int multiply_rows(const float *rows, const uint8_t *weights, float *out, int cou
   const int groups = width / GROUP, tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
   const size_t block = (bits == 4 ? 16 + 4 : 32 + 2) * OUTPUTS;
   const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;
-  int8_t *levels = malloc(2 * (size_t)count * width + 1);
+  int16_t *levels = malloc(((size_t)count * width + 1) * sizeof *levels);
   Scale *scales = malloc(((size_t)count * groups + 1) * sizeof *scales);
   if (levels && scales) {
 #pragma omp parallel for num_threads(threads) if (count * (size_t)width > FEW)
     for (int r = 0; r < count; r++)
-      round_row(rows + (size_t)r * width, width, levels + 2 * (size_t)r * width, scales + (size_t)r * groups);
+      round_row(rows + (size_t)r * width, width, levels + (size_t)r * width, scales + (size_t)r * groups);
 #pragma omp parallel for num_threads(threads) if (is_much)
     for (int t = 0; t < tiles; t++) {
       const uint8_t *own = weights + (size_t)t * groups * block;
       const int left = outputs - t * OUTPUTS;
       for (int r = 0; r < count; r += MOST_ROWS) {
-        const int8_t *row = levels + 2 * (size_t)r * width;
+        const int16_t *row = levels + (size_t)r * width;
         const Scale *scale = scales + (size_t)r * groups;
         float *to = out + (size_t)r * outputs + t * OUTPUTS;
         switch (count - r) {

@@ -33,7 +33,7 @@ GROUP, OUTPUTS, WIDE = 32, 8, 16
 LANES = 8  # numbers that are computed together
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ["-O3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-mavx2", "-mfma", "-mf16c"]
-_VNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"]  # instructions for products of bytes
+_VNNI = ["-mavx512f", "-mavx512vl", "-mavx512vnni"]  # one instruction adds products of pairs
 _PATIENCE = 60  # seconds for the compiler; it takes two
 _LOCK = Lock()
 

@@ -280,20 +280,20 @@ def test_they_compile_without_a_warning_on_all_processors_that_have_them(more, t
     subprocess.run(["gcc", *kernels._FLAGS, *more, *strict], check=True)
 
 
-# What the instruction does (Intel's manual, VPDPBUSD), for processors without it.
+# What the instruction does (Intel's manual, VPDPWSSD), for processors without it.
 VNNI = """
 #include <immintrin.h>
 #define __AVX512VNNI__ 1
 #define __AVX512VL__ 1
-static __m256i dpbusd(__m256i sums, __m256i bytes, __m256i signed_bytes) {
-  int own[8]; unsigned char first[32]; signed char second[32];
+static __m256i dpwssd(__m256i sums, __m256i words, __m256i others) {
+  int own[8]; short first[16], second[16];
   _mm256_storeu_si256((void *)own, sums);
-  _mm256_storeu_si256((void *)first, bytes);
-  _mm256_storeu_si256((void *)second, signed_bytes);
-  for (int i = 0; i < 32; i++) own[i / 4] += first[i] * second[i];
+  _mm256_storeu_si256((void *)first, words);
+  _mm256_storeu_si256((void *)second, others);
+  for (int i = 0; i < 16; i++) own[i / 2] += first[i] * second[i];
   return _mm256_loadu_si256((void *)own);
 }
-#define _mm256_dpbusd_epi32 dpbusd
+#define _mm256_dpwssd_epi32 dpwssd
 """
 
 
@@ -301,7 +301,7 @@ def test_products_by_instructions_that_this_processor_may_lack_are_the_same(tmp_
     (tmp_path / "vnni.h").write_text(VNNI)
     monkeypatch.setenv("CC", f"cc -include {tmp_path / 'vnni.h'}")
     assert compiled_anew(monkeypatch, tmp_path)
-    (tmp_path / "vnni.h").write_text(VNNI.replace("i / 4", "i / 8"))
+    (tmp_path / "vnni.h").write_text(VNNI.replace("i / 2", "i / 4"))
     assert not compiled_anew(monkeypatch, tmp_path / "wrong")
 
 
