@@ -255,7 +255,7 @@ class TokenSampler:
             return tokens.masked_fill(~best.isfinite(), -1)
         values = scores.numpy()  # whose argmax takes a fifth of the time of torch's
         chosen = values.argmax(-1)
-        highest = np.take_along_axis(values, chosen[..., None], -1)[..., 0]
+        highest = values.reshape(-1, values.shape[-1])[np.arange(chosen.size), chosen.ravel()].reshape(chosen.shape)
         return torch.from_numpy(np.where(np.isfinite(highest), chosen, -1))
 
     def _draw(
