@@ -1,10 +1,12 @@
 """Is verified decoding SmolLM2's own text? Two checks against the stock model as it was loaded, without an adapter.
 
     python examples/smollm2/check.py                  # 208 greedy answers, and 3 x 1,920 samples
-    python examples/smollm2/check.py --dtype packed --answers 16 --samples 0
+    python examples/smollm2/check.py --dtype 4bit --answers 64 --samples 0 --batch-size 4
+    python examples/smollm2/check.py --dtype 8bit --answers 16 --samples 0 --batch-size 4 --lora
 
 Greedy answers must equal those of plain `generate` token for token. Samples must be distributed as the model's
 probabilities say: the first tokens of many draws from one prompt, a chi-square test over all sequences that can occur.
+Both have the same packed layers, and with `--lora` the same LoRA of random numbers beside their layers.
 Every step checks drafts, whatever that costs, so that these are what is tested.
 """
 
@@ -17,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from scipy import stats
 from smollm2 import FOLDER, fetch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from wedlm_hf import load_mask_adapter
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer, set_format
+from wedlm_hf.checkpoints.packed import PACKINGS
 from wedlm_hf.eval.prompts import read_prompts
 
 HERE = Path(__file__).parent
@@ -76,9 +80,10 @@ def check_greedy(
         tokens, forwards = tokens + int(output.stats.new_tokens.sum()), forwards + int(output.stats.forwards.sum())
         drafted, accepted = drafted + int(output.stats.drafted.sum()), accepted + int(output.stats.accepted.sum())
         print(f"{same} equal, {tokens} tokens, {forwards} forwards", file=sys.stderr)
+    format_name = options.dtype + ", a LoRA beside" * options.lora
     print(
         f"Greedy: {same} of {len(questions)} answers of at most {options.max_new_tokens} tokens equal plain "
-        f"`generate`'s ({options.dtype}); {tokens / forwards:.2f} tokens per forward, {accepted} of {drafted} drafts "
+        f"`generate`'s ({format_name}); {tokens / forwards:.2f} tokens per forward, {accepted} of {drafted} drafts "
         "accepted."
     )
     return same == len(questions)
@@ -154,10 +159,15 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=2, help="checked in every step, at most")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
-    parser.add_argument("--dtype", choices=("float32", "packed"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", *PACKINGS), default="float32")
+    parser.add_argument("--lora", action="store_true", help="both models have a LoRA beside their layers")
     options = parser.parse_args()
     source = str(fetch(options.folder))
     stock, tokenizer = load_model(source, dtype=torch.float32), load_tokenizer(source)
+    if options.lora:
+        torch.manual_seed(0)
+        small = LoraConfig(r=8, lora_alpha=1, target_modules="all-linear", init_lora_weights=False)
+        stock = inject_adapter_in_model(small, stock).eval()
     model = deepcopy(stock)
     for each in (stock, model):
         set_format(each, options.dtype, "cpu")
