@@ -2,21 +2,20 @@
 multiply.
 
 A module's class becomes a subclass of its own, as far as the values stay the very same. Whether they do is looked at,
-layer by layer: names only say what may be tried. Where there are [`kernels`], they then take the place of torch's
-operations, if the values stay close: sums have another order. Last, a decoder layer becomes one kernel, if that gives
-the very values of its parts' kernels. Where the parts are not as they were then, and in training, a module computes as
-its own class does.
+layer by layer (`fuse.py`): names only say what may be tried. Where there are [`kernels`], they then take the place of
+torch's operations, if the values stay close: sums have another order. Last, a decoder layer becomes one kernel
+(`fused_layer.py`), if that gives the very values of its parts' kernels. Where the parts are not as they were then, and
+in training, a module computes as its own class does.
 
 `B` sequences, `Q` rows of each, `D` head width.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
-from operator import is_
+from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,26 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .kernels import (
-    LANES,
-    LayerKernels,
-    Turns,
-    Updates,
-    attend_rows,
-    gate_rows,
-    has_kernels,
-    memory_of,
-    takes,
-    turn_heads,
-)
-from .matrices import Blocked
+from .kernels import LANES, Turns, attend_rows, gate_rows, takes, turn_heads
 from .packed_layers import HOOKS, PackedLinear, PackedNorm, Product, check_rows
-
-_PROBED = ((3, 1.0), (1, 1.0), (5, 50.0))  # numbers of rows, and how large their numbers are
-# How far kernels may be from torch, as a share: layers of few bits round their inputs, which enlarges differences.
-_CLOSE = 0.02
-# Whose hooks stay on attention once anything was recorded; sdpa has nothing for them.
-_RECORDER = "transformers.utils.output_capturing"
 
 
 class Fused:
@@ -58,7 +39,7 @@ class Fused:
     def together(self: Any, rows: torch.Tensor) -> torch.Tensor:
         """What these layers give, side by side: by one product, if nothing else happens in them."""
         layers = [self._modules[name] for name in self.layer_names]
-        product = _shared(*layers)
+        product = shared_product(*layers)
         if product is None:
             return torch.cat([layer(rows) for layer in layers], -1)
         check_rows(rows)
@@ -118,13 +99,13 @@ class FusedAttention(Fused):
         cos, sin = position_embeddings
         is_known = self._is_prepared and not self.training and cos.shape[-1] == self.head_dim  # else a part is turned
         is_known = is_known and not (torch.is_grad_enabled() and any(norm.weight.requires_grad for norm in norms))
-        if not is_known or _implementation(self.config) != "sdpa" or any(map(_is_watched, norms)):
+        if not is_known or implementation(self.config) != "sdpa" or any(map(_is_watched, norms)):
             own: Any = super()
             found: tuple[torch.Tensor, Any] = own.forward(hidden_states, position_embeddings, attention_mask, **how)
             return found
         queries, keys, _ = self._heads
         rows = self.together(hidden_states)
-        turns = _of_rows((cos, sin), rows, self.head_dim) if self.has_kernels and takes(rows) else None
+        turns = turns_of((cos, sin), rows, self.head_dim) if self.has_kernels and takes(rows) else None
         if turns is not None:
             turn_heads(rows, turns, queries + keys, self._norms, self._eps)
             query, key, value = self.split(rows)
@@ -163,7 +144,7 @@ class FusedAttention(Fused):
             key, value = past.update(key, value, self.layer_idx)
             is_static = past.is_compileable
         seen: Any = False
-        if is_native and not is_static and _is_plain(key) and _is_plain(value):
+        if is_native and not is_static and is_plain(key) and is_plain(value):
             seen = self.seen(mask, len(query), query.shape[2], key.shape[2])
         if seen is not False:
             return attend_rows(query, key, value, self.scaling, seen).flatten(2), None
@@ -188,7 +169,7 @@ class FusedAttention(Fused):
 
     def suits_kernels(self: Any) -> bool:
         """Whether their sizes are those of heads, and what was looked at was this forward."""
-        return self.head_dim % (2 * LANES) == 0 and _implementation(self.config) == "sdpa"
+        return self.head_dim % (2 * LANES) == 0 and implementation(self.config) == "sdpa"
 
     def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
         """What `call`, this forward or the base's, gives and caches, behind other rows and under a mask, too. `cache`
@@ -241,153 +222,6 @@ class FusedMLP(Fused):
         return (call(rows),)
 
 
-class _Looked(NamedTuple):
-    """What a layer was when its kernels were prepared."""
-
-    kernels: LayerKernels
-    layers: list[PackedLinear]  # those of [`LayerKernels`]
-    owners: list[dict[str, Any]]  # of its modules, of their parameters
-    found: list[Any]  # in these
-    modules: list[nn.Module]
-    kinds: list[type]  # of these modules
-    own: list[dict[str, Any]]  # their attributes, without a forward of their own among them
-    hooks: list[dict[Any, Any]]  # which were empty
-    norms: list[PackedNorm]
-    of_heads: torch.Tensor | None  # of queries' and keys' norms, joined
-    state: list[Any]
-
-
-class FusedLayer(Fused):
-    """A decoder layer that is computed by one kernel, or by two where a cache stores keys and values by itself; the
-    updates of a mask adapter, too. While anything else happens in its modules, it computes as its own class does."""
-
-    layer_names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-    needs_kernels = True
-    _looked: _Looked | None
-
-    def prepare(self: Any) -> _Looked:
-        """Raises `AttributeError` or `TypeError` for other layers."""
-        attention, mlp = self.self_attn, self.mlp
-        is_gemma = hasattr(self, "pre_feedforward_layernorm")
-        names = [*self.layer_names[2:], *(("pre_feedforward_layernorm", "post_feedforward_layernorm") * is_gemma)]
-        norms = [getattr(self, name) for name in names]
-        layers = [*map(attention.__getattr__, (*FusedAttention.layer_names, "o_proj"))]
-        layers += map(mlp.__getattr__, (*FusedMLP.layer_names, "down_proj"))
-        groups = layers[:3], layers[3:4], layers[4:6], layers[6:]
-        is_known = attention._is_prepared and attention._parts == attention.parts() and mlp.act_fn is mlp._gate
-        is_known = is_known and type(attention).forward is FusedAttention.forward
-        is_known = is_known and type(mlp).forward is FusedMLP.forward
-        is_known = is_known and all(type(norm) is PackedNorm and norm.has_kernels for norm in norms)
-        for group in groups:
-            product = group[0].product
-            is_known = is_known and len(product.sizes) == len(group) and isinstance(product.matrix, Blocked)
-            is_known = is_known and all(type(each) is PackedLinear and each.product is product for each in group)
-        sides = norms if is_gemma else [norms[0], None, norms[1], None]
-        factors = [None if norm is None else norm.factor for norm in sides]
-        hidden, biases, of_heads = layers[3].out_features, [layer.bias for layer in layers], attention._norms
-        sizes = [
-            *[hidden] * 4,
-            sum(attention._heads[:2]) * attention.head_dim,
-            *(layer.out_features for layer in layers),
-        ]
-        for tensor, size in zip((*factors, of_heads, *biases), sizes, strict=True):
-            is_known = is_known and (tensor is None or (_is_plain(tensor) and tensor.numel() == size))
-        if not is_known:
-            raise TypeError("These parts have no kernels.")
-        kernels = LayerKernels(
-            [group[0].product.matrix for group in groups],
-            biases,
-            [*factors, of_heads],
-            [*(getattr(norm, "eps", 0.0) for norm in sides), attention._eps],
-            tuple(attention._heads[:2]),
-            mlp._is_gelu,
-        )
-        owners = [each._modules for each in (self, attention, mlp)]
-        modules = [each for owner in owners for each in owner.values() if isinstance(each, nn.Module)]
-        owners += [each._parameters for each in modules]
-        found = [each for owner in owners for each in owner.values()]
-        others = [id(each._forward_hooks) for each in (attention, *layers)]  # which are looked at one by one
-        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
-        kinds, own = [*map(type, modules)], [*map(vars, modules)]
-        where = owners, found, modules, kinds, own, hooks, norms, of_heads, _state(norms, layers)
-        self._looked = looked = _Looked(kernels, layers, *where)
-        return looked
-
-    def look(self: Any) -> _Looked | None:
-        """What is known of the layer, if all is as it was."""
-        looked: _Looked | None = self._looked
-        with suppress(AttributeError, TypeError):  # where it cannot be prepared any more
-            if looked is None:  # copied
-                looked = self.prepare()
-            attention = self.self_attn
-            if any(looked.hooks) or _has_any_global_hook() or _implementation(attention.config) != "sdpa":
-                return None
-            if any(getattr(hook, "__module__", None) != _RECORDER for hook in attention._forward_hooks.values()):
-                return None
-            found = [each for owner in looked.owners for each in owner.values()]
-            if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
-                return None
-            if [*map(type, looked.modules)] != looked.kinds or any("forward" in own for own in looked.own):
-                return None
-            if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
-                return None
-            is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
-            is_same = is_same and looked.state == _state(looked.norms, looked.layers)
-            return looked if is_same else self.prepare()
-        return None
-
-    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
-        """The base's, on `(B, Q, hidden size)`."""
-        turns: Any = how.get("position_embeddings")
-        looked: _Looked | None = None
-        updates: Any = None
-        if not args and turns is not None and self.has_kernels and not self.training and takes(hidden_states):
-            looked = self.look()
-        attention = self.self_attn
-        if looked is not None and hidden_states.ndim == 3 and hidden_states.shape[2] == looked.kernels.hidden:
-            turns, updates = _of_rows(turns, hidden_states, attention.head_dim), _updates(looked.layers, hidden_states)
-        else:
-            turns = None
-        if looked is None or turns is None or updates is False:
-            own: Any = super()
-            found: torch.Tensor = own.forward(hidden_states, *args, **how)
-            return found
-        kernels, rows, mask = looked.kernels, hidden_states.contiguous(), how.pop("attention_mask", None)
-        rooms: list[Any] = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
-        if len(rooms) == 1 and rooms[0] is not None:
-            keys, values, slots, longest = rooms[0]
-            seen = attention.seen(mask, *rows.shape[:2], longest)
-            shape = attention._heads[1], attention.head_dim
-            is_fitting = keys.shape[1::2] == values.shape[1::2] == shape and len(keys) >= len(rows)
-            if seen is not False and is_fitting and slots.shape == rows.shape[:2] and _is_plain(keys):
-                memory = memory_of(keys, values, slots, longest, attention.scaling, seen)
-                return kernels.step(rows, turns, memory, updates)
-        del how["position_embeddings"]
-        states = attention.split(kernels.begin(rows, turns, updates))
-        attended, _ = attention.attend(*states, mask, True, how)
-        return kernels.end(rows, attended.contiguous(), updates)
-
-    def suits_kernels(self: Any) -> bool:
-        """Whether its parts have kernels."""
-        return bool(self.self_attn.has_kernels and self.mlp.has_kernels)
-
-    def probe(self: Any, call: Callable[..., Any], rows: torch.Tensor, cache: str) -> Any:
-        """What `call`, this forward or the base's, gives and caches."""
-
-        def attend(rows: torch.Tensor, turns: Any, mask: Any, **how: Any) -> tuple[torch.Tensor]:
-            return (call(rows, attention_mask=mask, position_embeddings=turns, **how),)
-
-        return self.self_attn.probe(attend, rows, cache)
-
-
-def _state(norms: list[PackedNorm], layers: list[PackedLinear]) -> list[Any]:
-    """What may be changed in place: where weights lie, and how."""
-    tensors = [norm.factor for norm in norms]
-    tensors += [bias for layer in layers if (bias := layer._parameters["bias"]) is not None]
-    state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
-    return [*state, *(norm.eps for norm in norms), *(vars(layer)["product"] for layer in layers)]
-
-
 def _is_watched(module: Any) -> bool:
     own = module.__dict__
     return "forward" in own or any(map(own.__getitem__, HOOKS))
@@ -397,7 +231,7 @@ def _is_changed(activation: Any) -> bool:
     return isinstance(activation, nn.Module) and (_has_any_global_hook() or _is_watched(activation))
 
 
-def _of_rows(turns: Turns, rows: torch.Tensor, width: int) -> Turns | None:
+def turns_of(turns: Turns, rows: torch.Tensor, width: int) -> Turns | None:
     """Rotary embeddings `(B, Q, D)` of rows `(B, Q, ...)`; `None` for others than kernels take."""
     shape, (cosines, sines) = (*rows.shape[:2], width), turns
     if cosines.dtype != torch.float32 or sines.dtype != torch.float32 or cosines.shape != sines.shape:
@@ -409,23 +243,7 @@ def _of_rows(turns: Turns, rows: torch.Tensor, width: int) -> Turns | None:
     return cosines.contiguous(), sines.contiguous()
 
 
-def _updates(layers: list[Any], rows: torch.Tensor) -> Any:
-    """What hooks add to these layers; `None` where they add nothing, and `False` where kernels cannot add it."""
-    pairs: list[Any] = [None] * len(layers)
-    places = None
-    for number, layer in enumerate(layers):
-        for hook in layer._forward_hooks.values():
-            if not hasattr(hook, "low_rank") or pairs[number] is not None:
-                return False
-            if (found := hook.low_rank(rows)) is not None:
-                down, up, places = found
-                if not (isinstance(down, Blocked) and isinstance(up, Blocked)):
-                    return False
-                pairs[number] = down, up
-    return None if places is None else Updates(pairs, places)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is in float32 and the numbers of a row have no gaps."""
     return tensor.dtype == torch.float32 and tensor.stride(-1) == 1
 
@@ -449,13 +267,13 @@ def _seen(mask: torch.Tensor | None, sequences: int, count: int, keys: int) -> A
     return known[1][:2] if known[1] and known[1][2] == (sequences * count, keys) else False
 
 
-def _implementation(config: Any) -> str:
+def implementation(config: Any) -> str:
     """Of attention, past what transformers does for each attribute of a configuration: each layer asks."""
     found: str = object.__getattribute__(config, "_attn_implementation")
     return found
 
 
-def _shared(*layers: Any) -> Product | None:
+def shared_product(*layers: Any) -> Product | None:
     """The product that these layers, and no others, share; `None` where they are other layers, or hooks watch one."""
     product = getattr(layers[0], "product", None)
     if product is None or len(product.sizes) != len(layers) or _has_any_global_hook():
@@ -474,82 +292,10 @@ def _home(kind: type) -> ModuleType:
 
 
 @cache
-def _fused(mixin: type, base: type) -> type:
+def fused_class(mixin: type, base: type) -> type:
     """A class that has the base's name, which transformers looks at."""
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "base_class": base})
 
 
 def _rebuilt(mixin: type, base: type, make: Any, *rest: Any) -> Any:
-    return make(_fused(mixin, base), *rest)
-
-
-@torch.no_grad()
-def fuse(model: nn.Module) -> None:
-    """Fuses the modules of a packed model that give the same values so."""
-    keeps_state = getattr(model, "_is_stateful", False)  # the rows of its steps attend together
-    known: set[Any] = set()  # kinds of modules that were fused
-    modules = [module for module in model.modules() if not isinstance(module, Fused) and "forward" not in vars(module)]
-    for module in modules:
-        for mixin in (FusedAttention, FusedMLP):
-            layers = [getattr(module, name, None) for name in mixin.layer_names]
-            if None not in layers and _shared(*layers) is not None:
-                _try(module, mixin, known)
-        if isinstance(module, FusedAttention):
-            module.attends_by_row = module.has_kernels and not keeps_state
-    for module in modules:
-        if all(hasattr(module, name) for name in FusedLayer.layer_names):
-            _try(module, FusedLayer, known)
-
-
-def _try(module: Any, mixin: Any, known: set[Any]) -> None:
-    """Fuses a module, if it stays what it is. Of a kind that is known, some of the probes are enough."""
-    before, base = dict(vars(module)), module.__class__
-    kind = mixin, base, *(tuple(each.shape) for each in module.parameters())
-    probed = _PROBED[:1] if kind in known else _PROBED
-    module.__class__ = _fused(mixin, base)
-    for name in ("cache", "past_key_values"):  # of newer versions of transformers and of older ones
-        # Whatever the forward of another kind of module raises: it is not fused.
-        with suppress(Exception):
-            module.prepare()
-            module.training = False
-            if mixin.needs_kernels:  # then its parts are computed by the same kernels
-                module.has_kernels = module.suits_kernels()
-                is_fused = module.has_kernels and _is_same(module, base, name, probed)
-            else:
-                norms = [each for each in module.modules() if isinstance(each, PackedNorm) and each.has_kernels]
-                for norm in norms:
-                    norm.has_kernels = False
-                try:
-                    is_fused = _is_same(module, base, name, probed)
-                finally:
-                    for norm in norms:
-                        norm.has_kernels = True
-                if is_fused:
-                    module.has_kernels = has_kernels() and module.suits_kernels()
-                    module.has_kernels = module.has_kernels and _is_close(module, base, name, probed)
-            if is_fused:
-                module.training = before["training"]
-                known.add(kind)
-                return
-    vars(module).clear()
-    vars(module).update(before)
-    module.__class__ = base
-
-
-def _is_same(*probe: Any) -> bool:
-    """Whether a fused module gives rows the bits that its base gives them."""
-    return all(torch.equal(found, own) for found, own in _both(*probe))
-
-
-def _is_close(*probe: Any) -> bool:
-    """Whether it gives them nearly the same values."""
-    return all(bool((found - own).norm() <= _CLOSE * own.norm()) for found, own in _both(*probe))
-
-
-def _both(module: Any, base: Any, cache: str, probed: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a fused module and its base give."""
-    size = next(layer.in_features for layer in module.modules() if isinstance(layer, PackedLinear))
-    for count, scale in probed:
-        rows = torch.randn(1, count, size, generator=torch.Generator().manual_seed(count)) * scale
-        calls = module.forward, partial(base.forward, module)
-        yield from zip(*(module.probe(call, rows, cache) for call in calls), strict=True)
+    return make(fused_class(mixin, base), *rest)

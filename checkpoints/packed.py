@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .distance import distance_of
-from .fused import fuse
+from .fuse import fuse
 from .kernels import kernels_digest
 from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, RowLinear, take_hooks

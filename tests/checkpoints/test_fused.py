@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from wedlm_hf import add_mask_adapter, pack
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.checkpoints import kernels, packed
-from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedLayer, FusedMLP
+from wedlm_hf.checkpoints.fused import Fused, FusedAttention, FusedMLP
+from wedlm_hf.checkpoints.fused_layer import FusedLayer
 from wedlm_hf.checkpoints.kernels import has_kernels
 from wedlm_hf.checkpoints.matrices import can_pack
 from wedlm_hf.checkpoints.packed_layers import PackedNorm

@@ -12,7 +12,7 @@ from transformers import DynamicCache, OlmoConfig, OlmoForCausalLM
 
 from wedlm_hf import add_mask_adapter, pack
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.checkpoints.fused import FusedLayer
+from wedlm_hf.checkpoints.fused_layer import FusedLayer
 from wedlm_hf.checkpoints.kernels import LayerKernels, has_kernels
 from wedlm_hf.checkpoints.packed_layers import PackedNorm
 from wedlm_hf.generation.attention import StepAttention
