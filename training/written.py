@@ -1,7 +1,7 @@
 """What of a turn a chat template has left out of a text."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -13,7 +13,8 @@ def missing_piece(turn: dict[str, Any], text: str) -> str | None:
 def pieces(turn: dict[str, Any]) -> list[str]:
     """A turn's text without thoughts in front of it, and the names and values among the arguments of its calls."""
     calls = [call.get("function", call) for call in turn.get("tool_calls") or []]
-    return [turn["content"].rsplit("</think>", 1)[-1], *_leaves(calls)]
+    values = [value for call in calls for value in _leaves(call["arguments"])]
+    return [turn["content"].rsplit("</think>", 1)[-1], *values]
 
 
 def squeezed(text: str) -> str:
@@ -33,19 +34,14 @@ def spellings(piece: str) -> Iterator[str]:
         yield squeezed(written[1:-1])
 
 
-def _leaves(calls: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Names and values among the arguments of calls, but for those whose spelling is a template's choice."""
-
-    def walk(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            for name, part in value.items():
-                yield name
-                yield from walk(part)
-        elif isinstance(value, list):
-            for part in value:
-                yield from walk(part)
-        elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            yield str(value)
-
-    for call in calls:
-        yield from walk(call["arguments"])
+def _leaves(value: Any) -> Iterator[str]:
+    """Names and values in the arguments of a call, but for those whose spelling is a template's choice."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield name
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield str(value)
