@@ -35,7 +35,7 @@ _COUNTED, _LAID_OUT = 2000, 64
 
 class RunProgress(TrainerCallback):
     """Says what will be done before the first step, and shows the time left of training and of each evaluation: one
-    line at a time, since older versions of rich have no two."""
+    line at a time, since older versions of rich have no two. For one process of a run alone."""
 
     def __init__(self, trainer: Any, console: Console):
         self.trainer, self.console = trainer, console
@@ -54,16 +54,14 @@ class RunProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the plan."""
-        if state.is_world_process_zero:
-            for line in plan(self.trainer, state.max_steps - state.global_step):
-                self.console.print(line, highlight=False, soft_wrap=True)
+        for line in plan(self.trainer, state.max_steps - state.global_step):
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Moves the line of the training."""
-        if state.is_world_process_zero:
-            words = [f"step {state.global_step:,}"]
-            words += [text.format(self._note[name]) for name, text in SHOWN.items() if name in self._note]
-            self._tell("Training", state.global_step / state.max_steps, ", ".join(words))
+        words = [f"step {state.global_step:,}"]
+        words += [text.format(self._note[name]) for name, text in SHOWN.items() if name in self._note]
+        self._tell("Training", state.global_step / state.max_steps, ", ".join(words))
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -71,7 +69,7 @@ class RunProgress(TrainerCallback):
         """Moves the line of an evaluation; decoding, which ends it, has one of its own."""
         self._evaluated += 1
         count = len(eval_dataloader) if has_length(eval_dataloader) else 0
-        if state.is_world_process_zero and self._evaluated < count:
+        if self._evaluated < count:
             self._tell("Evaluating", self._evaluated / count, "")
         else:
             self.close()
@@ -83,10 +81,6 @@ class RunProgress(TrainerCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Ends the count of an evaluation."""
         self._evaluated = 0
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Closes the line."""
-        self.close()
 
     def close(self) -> None:
         """Closes the line, whatever has ended the work."""

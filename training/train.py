@@ -110,9 +110,10 @@ def run(
     progress = RunProgress(trainer, console)
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)  # whose bar does not say what the losses are
-        trainer.add_callback(progress)
-        if args.use_cpu and is_writer:
-            console.print(cpu_note(bool(args.bf16)), highlight=False)
+        if is_writer:
+            trainer.add_callback(progress)
+            if args.use_cpu:
+                console.print(cpu_note(bool(args.bf16)), highlight=False)
     with only_writer(output, is_writer):
         try:
             trainer.train(_resume_from(args))
