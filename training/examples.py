@@ -253,10 +253,6 @@ class Preparation:
         self.reports: dict[str, DataReport] = {}
         self._counts: dict[str, torch.Tensor] = {}  # examples by outcome
 
-    def reading(self, dataset: Any, name: str) -> Reading:
-        """See [`reading_of`]."""
-        return reading_of(dataset, name, self.args, self.formatting_func)
-
     def tokenize(
         self,
         dataset: Any,
@@ -270,7 +266,7 @@ class Preparation:
         long. Examples that their owner packed keep their `seq_lengths`, and are taken as they are. Raises `ValueError`
         for an example that cannot be read, where nothing is left, and where no whole response of a dataset that has
         some, not streamed, ends in the end token. Warns of one that is longer than the model's `positions`."""
-        reading = self.reading(dataset, name)
+        reading = reading_of(dataset, name, self.args, self.formatting_func)
         columns = list(first_example(dataset, name))
         is_packed = reading.kind == "input_ids" and "seq_lengths" in columns
         splits = self.args.packing and self.args.packing_strategy == "bfd_split"
@@ -291,8 +287,7 @@ class Preparation:
                 how |= {"num_proc": self.args.dataset_num_proc, "desc": f"Reading {name} dataset"}
                 made = dataset.with_format(None).map(_make, **how)
             outcomes, stops = made["outcome"], made["stops"]
-            counts = torch.tensor(outcomes, dtype=torch.int64).bincount(minlength=len(Outcome))
-            self._report(name, counts, Counter(chain.from_iterable(made["notes"])))
+            self._report(name, Counter(outcomes), Counter(chain.from_iterable(made["notes"])))
             whole = [index for index, outcome in enumerate(outcomes) if outcome == Outcome.WHOLE]
             if reading.has_responses and whole and not any(stops[index] for index in whole):
                 raise _never_stops(name, made[whole[0]]["labels"], tokenizer)
@@ -311,10 +306,10 @@ class Preparation:
     def report_streams(self) -> None:
         """Reports what has been read of the datasets that were not counted before."""
         for name in list(self._counts):
-            self._report(name, self._counts.pop(name), Counter())
+            self._report(name, Counter(dict(enumerate(self._counts.pop(name).tolist()))), Counter())
 
-    def _report(self, name: str, counts: torch.Tensor, notes: Counter[str]) -> None:
-        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))), notes)
+    def _report(self, name: str, outcomes: Counter[int], notes: Counter[str]) -> None:
+        report = self.reports[name] = DataReport(name, outcomes, notes)
         if not report.kept:
             raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
         is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE] and not notes

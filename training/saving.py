@@ -90,8 +90,12 @@ class ResumableTrainer(Trainer):
         folder = Path(output_dir or str(self.args.output_dir))
         if _internal_call and self.args.should_save:  # the first part of a checkpoint
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        with self._only_writer(), _told(folder):
-            super().save_model(output_dir, _internal_call)
+        with self._only_writer():
+            try:
+                super().save_model(output_dir, _internal_call)
+            except SafetensorError as error:  # of a full disk, for example
+                reason = str(error).rstrip(".")
+                raise OSError(f"The weights in {str(folder)!r} cannot be written: {reason}.") from error
 
     def save_state(self) -> None:
         """The parent's."""
@@ -120,15 +124,6 @@ class ResumableTrainer(Trainer):
         batches = ((stored.epoch or 0) - passes) * stored.max_steps * self.args.gradient_accumulation_steps
         self.state.epoch = passes  # of all steps in one pass, it would be the next one
         return passes, 0 if self.args.ignore_data_skip else round(batches)
-
-
-@contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Makes an `OSError` with the place of what the writers of weights raise, for example on a full disk."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(f"The weights in {str(folder)!r} cannot be written: {str(error).rstrip('.')}.") from error
 
 
 def newest_complete_checkpoint(output_dir: Path) -> Path:

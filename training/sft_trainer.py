@@ -26,16 +26,14 @@ from ..generation.threads import sleeping_beside_others
 from ..modeling_wedlm.hub import remove_hub_files
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
-from .examples import Preparation, first_example
+from .examples import Preparation, first_example, reading_of
 from .metrics import decode, divide, evaluation_sums, masks_are_ready, prompt_of
 from .model import prepare_model, prepare_quantized
 from .saving import ResumableTrainer, check_same_adapter
 from .sft_config import CHATML, WeDLMSFTConfig
-from .streams import IGNORE_INDEX
+from .streams import IGNORE_INDEX, SETTINGS
 
-COLLATOR_FIELDS = (
-    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "seed",
-)  # fmt: skip
+COLLATOR_FIELDS = (*SETTINGS, "seed")
 # Of evaluation: a bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
 _EVALUATION: dict[str, Any] = {
     "seed": 0, "ratio_sampler": "stratified", "suffix_probability": 0.0, "num_eos": 1, "ar_weight": 1.0,
@@ -120,7 +118,7 @@ class WeDLMSFTTrainer(ResumableTrainer, SFTTrainer):
         self._preparation = Preparation(args, formatting_func)
         self.data_reports = self._preparation.reports
         datasets = {"train": train_dataset, **_by_name(eval_dataset)}
-        readings = [self._preparation.reading(dataset, name) for name, dataset in datasets.items()]
+        readings = [reading_of(dataset, name, args, formatting_func) for name, dataset in datasets.items()]
         needs_template = any(reading.is_chat for reading in readings)
         model, processing_class, peft_config = prepare_model(
             model, processing_class, args, peft_config, quantization_config, needs_template=needs_template

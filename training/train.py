@@ -11,7 +11,7 @@ import shlex
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +44,6 @@ _INHERITED = """
     save_steps save_total_limit resume_from_checkpoint packing chat_template_path eos_token report_to seed bf16
     gradient_checkpointing push_to_hub help h
 """.split()
-_COMMON = {*_INHERITED, *WeDLMSFTConfig.__annotations__}
 
 _EXPECTED = (TypeError, FloatingPointError, SafetensorError, TemplateError, torch.OutOfMemoryError)
 
@@ -247,17 +246,15 @@ def summarize(results: dict[str, Any]) -> None:
     console.print(f"To try it: {command}", highlight=False, soft_wrap=True)
 
 
-_COMMON |= {field.name for field in fields(DataConfig)}
-
-
 class _Parser(TrlParser):
     """Raises what argparse would print below two screens of usage, and shows the settings that most runs need."""
 
     shows_all = True
+    common = {*_INHERITED, *WeDLMSFTConfig.__annotations__, *DataConfig.__annotations__}
 
     def add_argument(self, *names: Any, **how: Any) -> Any:
         """The parent's; a setting that is not shown has no help."""
-        if not self.shows_all and not {name.lstrip("-") for name in names} & _COMMON:
+        if not self.shows_all and not {name.lstrip("-") for name in names} & self.common:
             how["help"] = SUPPRESS
         return super().add_argument(*names, **how)
 
