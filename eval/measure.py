@@ -376,8 +376,7 @@ def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
 def cpu_kernels() -> str:
     """What a CPU multiplies with, as far as torch uses it: such as AVX2, or AVX512 with AMX."""
     capability = str(torch.backends.cpu.get_cpu_capability())
-    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 cannot say
-    has_tiles = capability.startswith("AVX512") and has.get("amx_bf16")
+    has_tiles = capability.startswith("AVX512") and torch.cpu.get_capabilities().get("amx_bf16")
     return f"{capability} with AMX" if has_tiles else capability
 
 

@@ -9,6 +9,7 @@ ones for every decoder, so that differences between decoders are differences on 
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -64,12 +65,12 @@ def per_prompt(table: pd.DataFrame) -> pd.DataFrame:
     return wide.unstack("decoder").reindex(columns=columns)
 
 
-def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES) -> dict[str, pd.DataFrame]:
+def resample(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Metrics of every decoder on the prompts and on R resamples of them: `(R + 1, D)` for each that the columns
     allow. Speeds are relative to [`AR`], where it is among the decoders."""
     wide = per_prompt(table)
     count = len(wide)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=resamples)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     weights = np.vstack([np.ones(count), drawn])
     sums = {
         name: pd.DataFrame(weights @ wide[name].to_numpy(), columns=wide[name].columns)
@@ -101,14 +102,6 @@ def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """As [`summarise`], for each task; index (decoder, task)."""
     parts = {task: summarise(rows, names) for task, rows in table.groupby("task", sort=False)}
     return pd.concat(parts, names=["task", "decoder"]).swaplevel()
-
-
-def by_depth(table: pd.DataFrame) -> pd.DataFrame:
-    """How many drafts were `drafted` and `accepted`; index `decoder`, `depth` (from 1)."""
-    names = {"drafted_by_depth": "drafted", "accepted_by_depth": "accepted"}
-    rows = table.reset_index(drop=True).rename(columns=names).explode([*names.values()]).dropna(subset="drafted")
-    rows = rows.assign(depth=rows.groupby(level=0).cumcount() + 1).astype(dict.fromkeys(names.values(), int))
-    return rows.groupby(["decoder", "depth"], sort=False)[[*names.values()]].sum()
 
 
 def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
@@ -180,7 +173,11 @@ def speed_table(
     apart = getattr(model, "packed_distance", None)
     unpacked = "" if apart is None else f", {apart:.2g} nats (KL) a token from unpacked,"
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
-    depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
+    exact = [line for line in measured if line["decoder"] == EXACT]
+    drafted, accepted = (
+        map(sum, zip_longest(*(line[f"{name}_by_depth"] for line in exact), fillvalue=0))
+        for name in ("drafted", "accepted")
+    )
     return {
         "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
         f"at most {max_new_tokens} tokens; {where['dtype']}{unpacked} on {where['device']} ({where['processor']}, "
@@ -189,7 +186,7 @@ def speed_table(
         "columns": ["decoder", *(TITLES[name] for name in texts)],
         "rows": [[str(name), *line] for name, line in zip(texts.index, texts.to_numpy().tolist(), strict=True)],
         "tokens_per_second": found["tokens_per_second"].to_dict(),
-        "depths": (depths["accepted"] / depths["drafted"]).tolist(),
+        "depths": [passed / tried for passed, tried in zip(accepted, drafted, strict=True)],
         "measured": measured,
         "notes": _notes(found, pd.DataFrame(measured)),
     }
