@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import BaseStreamer
 
 from ...console.progress import track
-from ...console.streaming import REPLACEMENT
+from ...console.streaming import REPLACEMENT, TextDecoder
 from ...generation.sampling import token_entropy
 from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.trace import TraceStep, likeliest
@@ -267,16 +266,10 @@ def decodings(trace: Trace) -> dict[str, list[Decoding]]:
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
     """The part of the text, without special tokens, that each token brings."""
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    pieces, written = [], 0
-    for count in range(1, len(tokens) + 1):
-        # A token may bring the first bytes of a character only, or change the end of what is there.
-        prefix = str(tokenizer.decode(tokens[:count], skip_special_tokens=True)) if count < len(tokens) else text
-        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False))
-        known = max(written, sum(1 for _ in agreed))
-        pieces.append(text[written:known])
-        written = known
-    return pieces
+    decoder = TextDecoder(lambda some: str(tokenizer.decode(some, skip_special_tokens=True)))
+    pieces = [decoder.feed(token) for token in tokens]
+    # The beginning of a character that did not come goes with the last one.
+    return [*pieces[:-1], *(piece + decoder.rest() for piece in pieces[-1:])]
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
