@@ -35,9 +35,7 @@ function prepare(run, promptLength) {
     for (const prediction of step.predictions) {
       const decides = prediction.token != null && (prediction.by === "ar" || !run.verified);
       if (prediction.by === "mask" || !predicted.has(prediction.position)) predicted.set(prediction.position, prediction);
-      if (prediction.token != null) {
-        if (decides) Object.assign(at(prediction.position), {filled: index, entropy: prediction.entropy, prediction});
-      }
+      if (decides) Object.assign(at(prediction.position), {filled: index, entropy: prediction.entropy, prediction});
     }
     run.predicted.push(predicted);
     for (; final < step.final; final++) at(promptLength + final).final = index;
@@ -200,7 +198,6 @@ function reserve() {
 
 function slotNode(run, position, kind, token, piece, changed) {
   const node = el("span", {class: `slot ${kind}`, "data-position": position, "data-state": kind});
-  const info = run.info.get(position) ?? {};
   if (kind !== "mask") {
     node.textContent = piece;
     if (SPECIAL.has(token)) node.dataset.mark = "■";
@@ -210,7 +207,7 @@ function slotNode(run, position, kind, token, piece, changed) {
   if (changed) node.classList.add("new");
   node.tabIndex = kind === "cached" ? -1 : 0;
   const likely = likeliest(run, position, kind).map(([token, share]) => `${quoted(token)} ${percent(share)}`);
-  const about = describe(run, position, kind, token, info).replaceAll("\n", ", ");
+  const about = describe(run, position, kind, token).replaceAll("\n", ", ");
   node.setAttribute("aria-label", likely.length ? `${about}; likeliest: ${likely.join(", ")}` : about);
   node.setAttribute("role", "img");
   return node;
@@ -239,7 +236,7 @@ function renderText(box, run, count) {
     nodes.push(node);
   }
   for (const slot of state.slots) {
-    const info = run.info.get(slot.position) ?? {}, prediction = predicted.get(slot.position);
+    const prediction = predicted.get(slot.position);
     if (slot.kind === "f") {
       const node = slotNode(run, slot.position, "filled", slot.token, SPECIAL.has(slot.token) ? "" : textOf(slot.token), prediction?.token != null);
       const filled = lastFill(run, slot.position, count);
@@ -278,8 +275,8 @@ function likeliest(run, position, kind) {
 }
 
 /* What the pointer, or focus, on a slot tells. */
-function describe(run, position, kind, token, info = run.info.get(position) ?? {}) {
-  const count = view.counts[runs().indexOf(run)] ?? 0, lines = [];
+function describe(run, position, kind, token) {
+  const count = view.counts[runs().indexOf(run)] ?? 0, info = run.info.get(position) ?? {}, lines = [];
   lines.push(kind === "mask" ? `mask at position ${position}` : `${quoted(token)} at position ${position}`);
   if (kind === "mask") {
     const prediction = count ? run.predicted[count - 1].get(position) : null;
@@ -376,7 +373,7 @@ function drawDepths(run, count) {
     : run.verified ? "No draft has been checked yet." : "No mask has been looked at yet.";
   $("bars").replaceChildren(...depths.map(({tried, passed}, depth) => {
     const number = run.verified ? depth + 1 : depth, told = `${place} ${number}: ${passed} of ${plural(tried, what.slice(0, -1), what)} ${done}`;
-    return el("span", {"data-tip": told, "data-depth": number, "data-tried": tried, "data-passed": passed, tabindex: 0, role: "img", "aria-label": told},
+    return el("span", {"data-tip": told, tabindex: 0, role: "img", "aria-label": told},
       el("i", {style: `--share: ${tried ? passed / tried : 0}`}), depths.length <= 12 || number % 4 === 0 ? String(number) : "\u00a0");
   }));
 }
@@ -520,8 +517,8 @@ function drawForward(run, count) {
   const rejected = new Set(step.rejected);
   const className = {p: "pending", f: "filled", m: "mask"};
 
-  if (promptRows) for (const [y, tallBox] of [[Y.top, tall], [Y.bottom, tall]]) {
-    drawing.append(svg("g", {class: "prompt-row"}, svg("rect", {class: "box", x: 2, y, width: 2 * cell - 6, height: tallBox, rx: 6}),
+  if (promptRows) for (const y of [Y.top, Y.bottom]) {
+    drawing.append(svg("g", {class: "prompt-row"}, svg("rect", {class: "box", x: 2, y, width: 2 * cell - 6, height: tall, rx: 6}),
       svg("text", {class: "note", x: cell - 1, y: y + 20, "text-anchor": "middle"}, `prompt ${promptRows}`)));
   }
   // Links first: boxes lie on top of them.
@@ -597,17 +594,15 @@ function tell(run, step, index, known, promptRows, tally, decided) {
   }
   parts.push("Read ", bold(plural(step.kinds.length, "row")), `: ${read.join(", ")}. `);
   const gained = step.final - (index ? run.steps[index - 1].final : 0);
-  const fills = [...decided.values()].filter(prediction => prediction.by === "mask" || !run.verified).length;
+  const sure = step.predictions.filter(prediction => prediction.by === "mask" && prediction.token != null);
   if (run.verified || run.name === "ar") {
     if (tally("f")) parts.push("The AR head accepted ", bold(`${tally("f") - step.rejected.length} of ${plural(tally("f"), "draft")}`), " and added a token of its own. ");
     else parts.push("The AR head chose the next token. ");
-    const drafts = step.predictions.filter(prediction => prediction.by === "mask" && prediction.token != null).length;
-    if (drafts) parts.push("Confident masks became ", bold(plural(drafts, "new draft")), ". ");
+    if (sure.length) parts.push("Confident masks became ", bold(plural(sure.length, "new draft")), ". ");
   } else {
-    const sure = step.predictions.filter(prediction => prediction.by === "mask" && prediction.token != null);
     const masks = step.predictions.filter(prediction => prediction.by === "mask").map(prediction => prediction.position), start = Math.min(...masks);
     const limit = run.settings.entropy_threshold, below = sure.some(prediction => prediction.entropy + run.settings.distance_penalty * (prediction.position - start) < limit);
-    parts.push("Filled ", bold(plural(fills, "mask")), below || !sure.length ? "" : " (none was below τ: the best one)", ". ");
+    parts.push("Filled ", bold(plural(decided.size, "mask")), below || !sure.length ? "" : " (none was below τ: the best one)", ". ");
   }
   if (gained) parts.push(bold(plural(gained, "token")), " became final. ");
   else parts.push("Nothing became final: there is a gap to its left. ");

@@ -96,17 +96,11 @@ def to_json(trace: Trace) -> str:
 
 def page(trace: Trace) -> str:
     """The page's HTML, with the trace in it."""
-    return render("page.html", trace=escaped(to_json(trace)))
+    return render("page.html", trace=asdict(trace))
 
 
-def render(name: str, *folders: Path, **values: str) -> str:
-    """A page made of a template, which may extend page.html, with its styles and scripts in it; values are markup."""
+def render(name: str, *folders: Path, **values: Any) -> str:
+    """A page made of a template, which may extend page.html, with its styles and scripts in it."""
     environment = Environment(loader=FileSystemLoader([*folders, FOLDER]), undefined=StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template(name).render(values)
-
-
-def escaped(data: str) -> str:
-    """JSON that can stand in a script element: without `<`, `>` and `&`, no text of it can end the element."""
-    for letter in "<>&\u2028\u2029":
-        data = data.replace(letter, f"\\u{ord(letter):04x}")
-    return data

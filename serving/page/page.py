@@ -46,7 +46,7 @@ def html() -> HTMLResponse:
 
 def empty_replay() -> HTMLResponse:
     """The page of a replay, without one: what is saved."""
-    return HTMLResponse(_once("page.html", trace="null"))
+    return HTMLResponse(_once("page.html", trace=None))
 
 
 def about(served: ServedModel) -> dict[str, Any]:
