@@ -123,6 +123,7 @@ def _asked(
 )
 def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
     """Speed and quality against AR decoding: one table, one figure, on one page."""
+    need("The report", "eval", "matplotlib", "pandas", "tabulate", "evaluate")
     request = replace(request, settings=checked(request.settings))
     prompts, source = request.prompts()
     from ..eval.report.run import run

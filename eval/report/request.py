@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +73,6 @@ class ReportRequest:
     output: Path = Path("build/report")
 
     def __post_init__(self) -> None:
-        for name in ("matplotlib", "pandas", "tabulate", "evaluate"):
-            if find_spec(name) is None:
-                raise ValueError(f"The report needs {name}: pip install '.[eval]' in the clone.")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")

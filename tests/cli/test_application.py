@@ -23,7 +23,6 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.cli import application, options
-from wedlm_hf.eval.report import request as requests
 from wedlm_hf.generation.settings import STRATEGIES
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -288,7 +287,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkey
 ])  # fmt: skip
 def test_a_command_says_what_to_install_before_weights_are_read(monkeypatch, words, needs, extra):
     monkeypatch.setattr(options.LoadingOptions, "load", lambda *args: pytest.fail("weights were read"))
-    for module in (application, requests, program):
+    for module in (application, program):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     result = invoke(*words.split())
     assert (result.exit_code, result.stderr.startswith(f"Error: {needs}")) == (2, True), result.stderr
