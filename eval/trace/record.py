@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from ..request import AnswerRequest
 from .page import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 
 Call = tuple[list[Decoding], Any, ForwardCounter]  # what [`decode_call`] returns
+Noted = tuple[float, list[tuple[int, float]]]  # of a distribution: entropy, nats; likeliest tokens, probabilities
 LEAST_SHARE = 0.001  # tokens of a lower probability are not kept among the likeliest
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # byte-level tokenizers write these letters
 
@@ -79,7 +80,7 @@ def record_prompt(
 
     def note(logits: torch.Tensor) -> None:
         last = logits[:, -1].float()
-        noted.append(Noted(token_entropy(last).item(), _shares(*likeliest(last))[0]))
+        noted.append((token_entropy(last).item(), _shares(*likeliest(last))[0]))
 
     for turn in itertools.count():
         if turn > repeats:  # recorded calls count only where there are no others
@@ -94,13 +95,6 @@ def record_prompt(
             calls[name].append(run(partial(decode_call, model, tokenizer, [tokens], keywords, stream, **how)))
     runs = [_run(model, tokenizer, options, tokens, calls[name], noted) for name, options in decoders.items()]
     return Recording(prompt, tokens, runs)
-
-
-class Noted(NamedTuple):
-    """Of the distribution of a token."""
-
-    entropy: float  # nats
-    shares: list[tuple[int, float]]  # the likeliest tokens and their probabilities
 
 
 def trace_of(
