@@ -11,7 +11,7 @@ from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import common_prefix_length
 
 from ..generation.versions import named_thoughts
-from .written import is_in, missing_piece, squeezed
+from .written import is_in, pieces, squeezed
 
 Turn = dict[str, Any]
 Span = tuple[int, int]  # of characters, the last one excluded
@@ -235,7 +235,7 @@ class Conversation:
             there = taught if learnt else whole
             if turn.get("tool_calls") and "tool_calls" not in source:
                 raise self._left_out("`tool_calls`: the chat template knows none")
-            if (missing := missing_piece(turn, there)) is not None:
+            if missing := next((piece for piece in pieces(turn) if not is_in(piece, there)), None):
                 place = "outside its {% generation %} markers" if learnt and is_in(missing, whole) else "out"
                 raise self._left_out(f"{missing!r:.80}: the chat template leaves it {place}")
             *thoughts, _ = turn["content"].rsplit("</think>", 1)

@@ -5,11 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def missing_piece(turn: dict[str, Any], text: str) -> str | None:
-    """The first of a turn's [`pieces`] that is not in the text, which is [`squeezed`]."""
-    return next((piece for piece in pieces(turn) if not is_in(piece, text)), None)
-
-
 def pieces(turn: dict[str, Any]) -> list[str]:
     """A turn's text without thoughts in front of it, and the names and values among the arguments of its calls."""
     calls = [call.get("function", call) for call in turn.get("tool_calls") or []]
