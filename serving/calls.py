@@ -21,7 +21,7 @@ from transformers.generation import BaseStreamer
 from ..eval.measure import pad_left
 from ..generation.grammar import Grammar, JSONConstraint, Thoughts
 from ..generation.settings import OptionError
-from .message import Piece, PlainParser
+from .message import PlainParser
 from .text import AnswerText
 
 log = logging.getLogger("wedlm_hf.serving")
@@ -198,8 +198,7 @@ class Answer:
             return
         self.finish_reason = "tool_calls" if self.has_calls and reason == "stop" else reason
         self.is_over = True
-        # Behind a stop string, nothing belongs to the text.
-        self._enqueue(None, self._text.passed if self._text.is_over else self._text.count + 1)
+        self._enqueue(None)
 
     def fail(self, error: Exception) -> None:
         """Ends it by an error."""
@@ -217,15 +216,16 @@ class Answer:
         if text:
             self._send(self._parser.read(text))
 
-    def _send(self, pieces: list[Piece]) -> None:
-        for item, end in pieces:
+    def _send(self, items: list[Any]) -> None:
+        for item in items:
             if self.has_calls and self.asked.makes_one_call:
                 return
             self.has_calls |= isinstance(item, ToolCall)
-            self._enqueue(item, end)
+            self._enqueue(item)
 
-    def _enqueue(self, item: Any, end: int) -> None:
-        sent = [chances for start, chances in self._unsent if start < end]
+    def _enqueue(self, item: Any) -> None:
+        is_whole = item is None and not self._text.is_over  # behind a stop string, nothing belongs to the text
+        sent = [chances for start, chances in self._unsent if is_whole or start < self._text.passed]
         self._unsent = self._unsent[len(sent) :]
         self.send((self.index, item, sent))
 

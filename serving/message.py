@@ -1,7 +1,6 @@
 """What of an answer's text is content, thoughts or a tool call: decided here alone, for whole and streamed answers.
 
-A parser takes text in by `read` and, at its end, by `end`; both give pieces: an item, which is text, [`ReasoningText`]
-or a [`ToolCall`], and the number of characters of the answer up to its end.
+A parser takes text in by `read` and, at its end, by `end`; both give items: text, [`ReasoningText`] or a [`ToolCall`].
 """
 
 import json
@@ -16,7 +15,6 @@ from transformers.utils.chat_parsing.response_parser import ResponseParser
 from .text import StopTrimmer
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
-Piece = tuple[Any, int]
 
 
 class PlainParser:
@@ -24,15 +22,11 @@ class PlainParser:
 
     is_thinking = False
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def read(self, text: str) -> list[Piece]:
+    def read(self, text: str) -> list[Any]:
         """Takes text in."""
-        self.count += len(text)
-        return [(text, self.count)] if text else []
+        return [text] if text else []
 
-    def end(self, is_cut: bool) -> list[Piece]:
+    def end(self, is_cut: bool) -> list[Any]:
         """Takes the end; `is_cut`: there was no room for more."""
         return []
 
@@ -45,25 +39,23 @@ class CallParser(PlainParser):
     """
 
     def __init__(self, names: Collection[str]):
-        super().__init__()
         self.names, self.parts = names, list[str]()
 
-    def read(self, text: str) -> list[Piece]:
+    def read(self, text: str) -> list[Any]:
         """Takes text in."""
         self.parts.append(text)
         return []
 
-    def end(self, is_cut: bool) -> list[Piece]:
+    def end(self, is_cut: bool) -> list[Any]:
         """Takes the end."""
         text = "".join(self.parts)
-        items: list[Any] = [text] if text else []
         try:
             found = json.loads(text)
             if found.keys() == {"name", "arguments"} and found["name"] in self.names:
-                items = calls_in(found)
+                return calls_in(found)
         except Exception:  # cut, or another answer
             pass
-        return [(item, len(text)) for item in items]
+        return [text] if text else []
 
 
 class ThoughtsParser:
@@ -75,32 +67,26 @@ class ThoughtsParser:
     """
 
     def __init__(self, closing: str, behind: Any):
-        self._trimmer, self._closing, self._behind = StopTrimmer([closing]), closing, behind
-        self._count = 0  # characters of thoughts
+        self._trimmer, self._behind = StopTrimmer([closing]), behind
 
     @property
     def is_thinking(self) -> bool:
         """Whether what comes next belongs to thoughts."""
         return not self._trimmer.is_over
 
-    def read(self, text: str) -> list[Piece]:
+    def read(self, text: str) -> list[Any]:
         """Takes text in."""
         if not self.is_thinking:
-            return self._moved(self._behind.read(text))
-        found = self._trimmer.feed(text)
-        return self._thoughts(found) + self._moved(self._behind.read(self._trimmer.behind))
+            return self._behind.read(text)
+        return _thoughts(self._trimmer.feed(text)) + self._behind.read(self._trimmer.behind)
 
-    def end(self, is_cut: bool) -> list[Piece]:
+    def end(self, is_cut: bool) -> list[Any]:
         """Takes the end."""
-        return self._thoughts(self._trimmer.rest()) + self._moved(self._behind.end(is_cut))
+        return _thoughts(self._trimmer.rest()) + self._behind.end(is_cut)
 
-    def _thoughts(self, text: str) -> list[Piece]:
-        self._count += len(text)
-        return [(ReasoningText(text), self._count)] if text else []
 
-    def _moved(self, pieces: list[Piece]) -> list[Piece]:
-        begin = self._count + len(self._closing)
-        return [(item, begin + end) for item, end in pieces]
+def _thoughts(text: str) -> list[Any]:
+    return [ReasoningText(text)] if text else []
 
 
 class MessageParser(ResponseParser):
@@ -116,30 +102,30 @@ class MessageParser(ResponseParser):
     """
 
     def __init__(self, template: Any, prefix: str, tools: Any = None, special: Collection[str] = ()):
-        self._pieces: list[Piece] = []
+        self._items: list[Any] = []
         self._begin = self._offset = 0  # of the open region, with its delimiter; of the answer
-        self._is_cut = self._has_pieces = self._is_bare = False  # bare: nothing marks the open region as a call
+        self._is_cut = self._has_items = self._is_bare = False  # bare: nothing marks the open region as a call
         self._special = special
         self._names = {tool["function"]["name"] for tool in tools or []}
         super().__init__(template, prefix=prefix, tools=tools)
         self._offset = len(self._buffer)
-        self._pieces.clear()
+        self._items.clear()
 
     @property
     def is_thinking(self) -> bool:
         """Whether what comes next belongs to thoughts."""
         return self._current in THOUGHTS
 
-    def read(self, text: str) -> list[Piece]:
+    def read(self, text: str) -> list[Any]:
         """Takes text in."""
         self.feed(text)
         return self._take()
 
-    def end(self, is_cut: bool) -> list[Piece]:
+    def end(self, is_cut: bool) -> list[Any]:
         """Takes the end; `is_cut`: there was no room for more."""
         self._is_cut = is_cut
         self.finalize()
-        if self._spec.implicit is None and not (self._pieces or self._has_pieces):  # all of it in no field
+        if self._spec.implicit is None and not (self._items or self._has_items):  # all of it in no field
             self._add(self._buffer[self._offset :])
         return self._take()
 
@@ -152,7 +138,7 @@ class MessageParser(ResponseParser):
             self._begin = self._pos
         super()._accumulate(events, text)
         if self._current is not None and not self._is_structured:
-            self._add(text, self._pos + len(text))
+            self._add(text)
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         if not (self._opened and self._is_structured):
@@ -187,17 +173,17 @@ class MessageParser(ResponseParser):
         field = self._current and self._spec.fields[self._current]
         return bool(field and field.content not in STREAMABLE_PARSERS)
 
-    def _add(self, item: Any, end: int | None = None) -> None:
+    def _add(self, item: Any) -> None:
         if isinstance(item, str):
             for written in self._special:
                 item = item.replace(written, "")
             item = ReasoningText(item) if self.is_thinking else item
         if item != "":
-            self._pieces.append((item, (self._pos if end is None else end) - self._offset))
+            self._items.append(item)
 
-    def _take(self) -> list[Piece]:
-        found, self._pieces = self._pieces, []
-        self._has_pieces |= bool(found)
+    def _take(self) -> list[Any]:
+        found, self._items = self._items, []
+        self._has_items |= bool(found)
         return found
 
 

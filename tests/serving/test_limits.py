@@ -143,4 +143,4 @@ def test_a_long_answer_is_put_together_once(busy):
     parser = CallParser(["f"])
     for _ in range(COUNT):
         parser.read("so it goes")
-    assert len(parser.end(is_cut=False)[0][0]) == 10 * COUNT
+    assert len(parser.end(is_cut=False)[0]) == 10 * COUNT
