@@ -4,17 +4,18 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from typer.models import ArgumentInfo, OptionInfo
 
 from ..checkpoints import NANO
@@ -67,14 +68,12 @@ class PromptOptions:
         return given or list(DEMO_PROMPTS)
 
 
-@contextmanager
-def loading_shown(checkpoint: str | None) -> Iterator[None]:
+def loading_shown(checkpoint: str | None) -> Status:
     """Says on a terminal that a model is loaded, from the first moment on: importing torch takes seconds, and so does
     finding the format that this machine multiplies fastest, once."""
     name = NANO.name if checkpoint is None else checkpoint
     said = f"Loading {escape(name)} (once for each model, this machine's fastest format is looked for)"
-    with Console(stderr=True).status(said):
-        yield
+    return Console(stderr=True).status(said)
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
@@ -107,10 +106,10 @@ class LoadingOptions:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {self.threads}.")
 
-    def load(self, checkpoint: str | None, needs_masks: bool = True, **instead: Any) -> tuple[Any, Any]:
+    def load(self, checkpoint: str | None, needs_masks: bool = True) -> tuple[Any, Any]:
         """Model, in evaluation mode, and tokenizer of a folder or Hub id, or of the folder of an adapter (see
-        [`load_adapted`]); of wedlm-nano for None; with other fields `instead`. Raises `OSError` or `ValueError`
-        for what cannot be loaded, and `ValueError` for an unknown device."""
+        [`load_adapted`]); of wedlm-nano for None. Raises `OSError` or `ValueError` for what cannot be loaded, and
+        `ValueError` for an unknown device."""
         import torch
         from transformers.utils.logging import disable_progress_bar
 
@@ -118,21 +117,20 @@ class LoadingOptions:
         from ..checkpoints.loading import find_device
         from ..eval.measure import default_threads
 
-        own = replace(self, **instead)
-        if own.threads is not None:
-            torch.set_num_threads(own.threads)
-        device = str(find_device(own.device, called="`--device {}`"))
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device = str(find_device(self.device, called="`--device {}`"))
         disable_progress_bar()
         if device.startswith("cpu"):  # each kernel that is missing needs a GPU
             logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
         source = str(NANO) if checkpoint is None else checkpoint
-        how: dict[str, Any] = {"dtype": own.dtype, "device": device, "any_base": own.any_base}
-        model, tokenizer = load_adapted(source, own.adapter, **how, needs_masks=needs_masks)
+        how: dict[str, Any] = {"dtype": self.dtype, "device": device, "any_base": self.any_base}
+        model, tokenizer = load_adapted(source, self.adapter, **how, needs_masks=needs_masks)
         stored = model.generation_config
         is_ready = getattr(stored, "masks_ready", False) and not hasattr(model, "peft_config")  # said of the base
         if getattr(stored, "verification", None) is None and not is_ready:
             stored.verification = "exact"  # a checkpoint says that its masks are ready, or a person asks
-        if own.threads is None:
+        if self.threads is None:
             torch.set_num_threads(default_threads(model))
         return model.eval(), tokenizer
 
@@ -229,12 +227,14 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
     for name, parameter in own.items():
         parameters += _panel(groups[name]) if name in groups else [parameter]
     arguments = [parameter for parameter in parameters if _is_argument(parameter)]
-    shown = [
-        parameter.replace(default=None, annotation=_optional(parameter)) if parameter in arguments else parameter
+    shown = [  # an argument may be left out, since another way to give it may take its place
+        parameter.replace(default=None, annotation=Annotated[str | None, get_args(parameter.annotation)[1]])
+        if parameter in arguments
+        else parameter
         for parameter in parameters
     ]
     if arguments:
-        option = typer.Option("--model", "-m", help="The first argument as an option.", show_default=False)
+        option = typer.Option("--model", "-m", help="The first argument as an option.")
         kind = inspect.Parameter.KEYWORD_ONLY
         shown.append(inspect.Parameter(_MODEL, kind, default=None, annotation=Annotated[str | None, option]))
 
@@ -256,15 +256,8 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
 
 def _is_argument(parameter: inspect.Parameter) -> bool:
     """Whether it is an argument of one word."""
-    kind, *info = get_args(parameter.annotation) or (None,)
-    return any(isinstance(each, ArgumentInfo) for each in info) and "list" not in str(kind)
-
-
-def _optional(argument: inspect.Parameter) -> Any:
-    """An argument's annotation as one that may be left out, since another way to give it may take its place."""
-    info = copy(get_args(argument.annotation)[1])
-    info.show_default = False
-    return Annotated[str | None, info]
+    kind, info = get_args(parameter.annotation)
+    return isinstance(info, ArgumentInfo) and "list" not in str(kind)
 
 
 def _assigned(arguments: Sequence[inspect.Parameter], given: Sequence[str]) -> dict[str, Any]:
@@ -272,15 +265,11 @@ def _assigned(arguments: Sequence[inspect.Parameter], given: Sequence[str]) -> d
     if len(given) > len(arguments):
         raise UsageError("The model is named twice, by `--model` and as an argument.")
     found: dict[str, Any] = {}
-    for place, parameter in enumerate(arguments):
-        if place >= len(given) and parameter.default is parameter.empty:
-            raise UsageError(
-                f"Missing argument '{get_args(parameter.annotation)[1].metavar or parameter.name.upper()}'."
-            )
-        is_path = get_args(parameter.annotation)[0] is Path
-        found[parameter.name] = (
-            parameter.default if place >= len(given) else Path(given[place]) if is_path else given[place]
-        )
+    for parameter, word in zip_longest(arguments, given):
+        kind, info = get_args(parameter.annotation)
+        if word is None and parameter.default is parameter.empty:
+            raise UsageError(f"Missing argument '{info.metavar}'.")
+        found[parameter.name] = parameter.default if word is None else Path(word) if kind is Path else word
     return found
 
 
