@@ -64,8 +64,8 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
         if isinstance(end.__context__, BrokenPipeError):  # which rich has made of it
             raise typer.Exit(PIPE_CLOSED) from None
         raise
-    except KeyboardInterrupt:
-        typer.echo("Stopped.", err=True)
+    except KeyboardInterrupt as stop:
+        typer.echo(str(stop) or "Stopped.", err=True)
         raise typer.Exit(STOPPED) from None
     except UsageError as error:
         name = error.ctx.command_path if error.ctx else "wedlm"
@@ -193,16 +193,6 @@ def _stopped_by_signals(received: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
         _insist_every(0)  # last, so that none is left that would end the process while Python shuts down
         sys.unraisablehook = hook
-
-
-@contextmanager
-def stopping(message: str) -> Iterator[None]:
-    """Says what Ctrl-C leaves of the work inside, and ends with the exit code for it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(message, err=True)
-        raise typer.Exit(STOPPED) from None
 
 
 def _insist_every(seconds: float) -> None:

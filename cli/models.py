@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig
-from .application import app, command, console, need, print_json, stopping
+from .application import app, command, console, need, print_json
 from .options import JsonOption
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")]
@@ -102,8 +102,11 @@ def adapt(
     if threads is not None:
         torch.set_num_threads(threads)
     measure, progress = partial(speed_table, title="AR and verified decoding in turn"), console(stderr=True)
-    with stopping(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here."):
+    try:
         made = train_adapter(base, output_dir, config, measure=measure, draw=draw_acceptance, console=progress)
+    except KeyboardInterrupt:
+        said = f"Stopped; what was done is kept in {output_dir}. The same command goes on from here."
+        raise KeyboardInterrupt(said) from None
     if as_json:
         print_json(made)
         return
