@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.utils import cached_file
 
 from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, identity_of
-from ...checkpoints.find import ADAPTER_FILE, find_checkpoint, read_adapter_config
+from ...checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file, read_adapter_config
 from ...generation.settings import check_mask_token_id
 
 NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install '.[vllm]' in the clone."
@@ -97,13 +96,13 @@ class EngineOptions:
 def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> dict[str, Any]:
     """What [`base_of`] says of a model, from the files of its checkpoint, a folder or Hub id."""
     own = {field: getattr(config, field, None) for field in BASE_FIELDS}
-    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    options: dict[str, Any] = {"revision": revision, "is_needed": False}
     names = "model.norm.weight", "model.embed_tokens.weight"
-    index = cached_file(name, "model.safetensors.index.json", **options)
+    index = find_file(name, "model.safetensors.index.json", **options)
     files = json.loads(Path(index).read_text())["weight_map"] if index else dict.fromkeys(names, "model.safetensors")
     weights = []
     for key in names:
-        path = cached_file(name, files.get(key, ""), **options) if files.get(key) else None
+        path = find_file(name, files[key], **options) if key in files else None
         if path is None:
             return own  # weights of another kind: vLLM loads them, and sizes are compared alone
         with safe_open(path, "pt") as stored:
