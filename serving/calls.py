@@ -268,17 +268,12 @@ class Batch(BaseStreamer, StoppingCriteria):
 
     def put_logits(self, rows: list[int], tokens: list[int], logits: torch.Tensor) -> None:
         """Takes what the next tokens were chosen from, see [`TokenStream`]."""
-        places = [place for place, row in enumerate(rows) if self.answers[row].asked.likeliest is not None]
-        if not places:
-            return
-        log_probs = logits[places].log_softmax(-1)
-        count = max(self.answers[rows[place]].asked.likeliest or 0 for place in places)
-        values, ids = log_probs.topk(min(count, logits.shape[-1]))
-        chosen = log_probs[range(len(places)), [tokens[place] for place in places]]
-        for place, *found in zip(places, chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
-            answer = self.answers[rows[place]]
-            likeliest = list(zip(found[1], found[2], strict=True))[: answer.asked.likeliest]
-            answer.chances.append(Chances(tokens[place], found[0], likeliest))
+        for row, token, scores in zip(rows, tokens, logits, strict=True):
+            if (count := self.answers[row].asked.likeliest) is not None:
+                log_probs = scores.log_softmax(-1)
+                values, ids = log_probs.topk(min(count, len(scores)))
+                likeliest = list(zip(ids.tolist(), values.tolist(), strict=True))
+                self.answers[row].chances.append(Chances(token, log_probs[token].item(), likeliest))
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
@@ -394,8 +389,7 @@ class CallManager:
         is_long = not all(answer.is_short for answer in batch)
         streamer = Batch(batch, self.turns(config).take) if is_long else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
-        if processors := asked.processors:
-            keywords["logits_processor"] = processors
+        keywords["logits_processor"] = asked.processors
         hook = None
         if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
             hook = self.model.register_forward_hook(streamer.take_logits)
