@@ -118,7 +118,7 @@ class Request(_GenerationFields, _OtherFields):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamOptions = _StreamOptions()
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     max_tokens: _Count = None
     max_new_tokens: _Count = None
@@ -147,7 +147,7 @@ class Request(_GenerationFields, _OtherFields):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Request":
-        if self.stream_options and self.stream_options.include_usage and not self.stream:
+        if self.stream_options.include_usage and not self.stream:
             raise RequestError("`stream_options` goes with `stream`: true.", param="stream_options")
         if self.frequency_penalty is not None and self.repetition_penalty is not None:
             message = "`frequency_penalty` is a `repetition_penalty` of 1 more: leave one out."
@@ -451,9 +451,6 @@ def _field(problem: Any, body: Any) -> str | None:
     return ".".join(path) or None
 
 
-_TYPES = {"model_type": "an object", "model_attributes_type": "an object", "dict_type": "an object"}
-
-
 def _said(problem: Any, body: Any) -> str:
     """A problem that pydantic found, in one sentence."""
     field, said = _field(problem, body), problem["msg"].removeprefix("Value error, ")
@@ -463,8 +460,8 @@ def _said(problem: Any, body: Any) -> str:
         return f"`{field}` is not supported by this server"
     if problem["type"] == "missing":
         return f"`{field}` is missing"
-    if problem["type"] in _TYPES:
-        said = f"it must be {_TYPES[problem['type']]}"
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        said = "it must be an object"
     return f"`{field}`: {said}, got {_shown(problem['input'])}"
 
 

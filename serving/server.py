@@ -108,9 +108,9 @@ class Desk:
             await response.begin()
         finally:
             listener.cancel()  # a stream listens itself
-        wanted = asks.stream_options
-        usage = (bool(wanted and wanted.include_usage), bool(wanted and wanted.continuous_usage_stats))
-        return StreamingResponse(response.chunks(*usage), media_type="text/event-stream")
+        usage = asks.stream_options
+        lines = response.chunks(bool(usage.include_usage), bool(usage.continuous_usage_stats))
+        return StreamingResponse(lines, media_type="text/event-stream")
 
 
 def build_app(

@@ -152,10 +152,6 @@ class Replays:
         return to_json(trace_of(model, tokenizer, [recording], model_name=name, seed=seed, digests={}))
 
 
-class Gone(Exception):
-    """Nobody waits for the replay any more."""
-
-
 class Watcher:
     """Passes on what a worker tells, until the client has gone or the server ends."""
 
@@ -164,12 +160,12 @@ class Watcher:
         self.is_cancelled = threading.Event()
 
     def check(self) -> None:
-        """Raises [`Gone`]."""
+        """Raises `RequestError` where nobody waits any more."""
         if self.is_cancelled.is_set():
-            raise Gone("The replay was cut off: the server ends.")
+            raise RequestError("The replay was cut off: the server ends.", status=503)
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Takes an event, on any thread. Raises [`Gone`]."""
+        """Takes an event, on any thread. Raises `RequestError` as [`check`] does."""
         self.check()
         self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
@@ -181,7 +177,7 @@ class Watcher:
                 yield f"data: {json.dumps(event)}\n\n"
             yield f'data: {{"trace": {work.result()}}}\n\n'
         except Exception as error:
-            if not isinstance(error, ValueError | Gone):
+            if not isinstance(error, ValueError | RequestError):
                 log.exception("a replay failed", exc_info=error)
             yield f"data: {json.dumps(as_request_error(error).body())}\n\n"
         finally:
