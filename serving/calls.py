@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -390,21 +391,17 @@ class CallManager:
         streamer = Batch(batch, self.turns(config).take) if is_long else Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
         keywords["logits_processor"] = asked.processors
-        hook = None
+        hook: Any = nullcontext()
         if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
             hook = self.model.register_forward_hook(streamer.take_logits)
         try:
-            with self._own_generators(asked.seed is not None or is_let_in):
+            with hook, self._own_generators(asked.seed is not None or is_let_in):
                 if asked.seed is not None:
                     torch.manual_seed(asked.seed)
                 elif is_let_in:
                     torch.seed()
                 prompts = pad_left([a.asked.prompt for a in batch], config.pad_token_id or 0, self.model.device)
-                try:
-                    self.model.generate(**prompts, **keywords, streamer=streamer)
-                finally:
-                    if hook is not None:
-                        hook.remove()
+                self.model.generate(**prompts, **keywords, streamer=streamer)
         except Exception as error:
             self._fail(batch, error, is_let_in)
         else:

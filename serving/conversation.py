@@ -133,11 +133,6 @@ class Conversation:
                 raise
             return self._checked()  # some templates write text or a call, and not both, and no second call
 
-    def _checked(self) -> str:
-        text = self._written(self.messages)
-        self._check(text)
-        return text
-
     def generation_prompt(self) -> str:
         """What stands in the prompt behind the messages."""
         bare = self._written(self.messages, add_generation_prompt=False)
@@ -152,7 +147,8 @@ class Conversation:
         except Exception as error:  # a template is a program: whatever it raises is about what it was given
             raise RequestError(f"The chat template refuses these messages: {error}", param="messages") from None
 
-    def _check(self, text: str) -> None:
+    def _checked(self) -> str:
+        text = self._written(self.messages)
         marked, marks = _with_marks(self.messages)
         try:
             written = set(MARK.findall(self._written(marked)))
@@ -179,6 +175,7 @@ class Conversation:
                 place = next(n for n, message in enumerate(self.messages) if message != without[n])
                 field = f"messages.{place}.{name}"
                 raise RequestError(f"`{field}`: the chat template does not write it.", param=field)
+        return text
 
 
 def _with_marks(messages: Sequence[Message]) -> tuple[list[Message], list[set[str]]]:

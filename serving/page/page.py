@@ -114,8 +114,7 @@ class Replays:
         options: dict[str, Any] = {**asked.settings, "generation_config": config}
         decoders = {options["strategy"]: options}
         if with_ar:
-            decoders.setdefault(AR, {name: value for name, value in options.items() if name not in asked.settings})
-            decoders[AR]["strategy"] = AR
+            decoders.setdefault(AR, {"strategy": AR, "generation_config": config})
 
         def streamer(strategy: str) -> AnswerStreamer:
             def write(text: str, forwards: int) -> None:
