@@ -62,8 +62,7 @@ def generate(
 
     written = trace or []
     for place, path in enumerate(written):
-        others = (*written[:place], *written[place + 1 :], prompts.file)
-        check_output(path, [other for other in others if other is not None])
+        check_output(path, filter(None, [*written[place + 1 :], prompts.file]))
     loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare, needs_masks=bool(written))
     from ..eval import answers
 

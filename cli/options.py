@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from itertools import zip_longest
@@ -16,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
-from typer.models import ArgumentInfo, OptionInfo
+from typer.models import ArgumentInfo
 
 from ..checkpoints import NANO
 from ..console.prompts import DEMO_PROMPTS, Turns, is_unicode, read_rows, read_text
@@ -217,7 +216,7 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
     it raises `UsageError` for a missing argument, and for a model that is named twice.
 
     The first line of a dataclass's docstring is the title of the options' panel in `--help`, and what the docstring
-    says of a field is the help of its option; a field may be `Annotated[type, typer.Option(…)]` instead.
+    says of a field is the help of its option; a field may be `Annotated[type, typer.Argument(…)]` instead.
     """
     own = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {
@@ -281,7 +280,6 @@ def _panel(group: type) -> list[inspect.Parameter]:
         kind, default = hints[parameter.name], parameter.default
         if get_origin(kind) is Annotated:
             kind, info = get_args(kind)
-            info = copy(info)
         else:
             names, extra = _SPECIAL.get(parameter.name, ((), {}))
             if default is False:
@@ -292,9 +290,8 @@ def _panel(group: type) -> list[inspect.Parameter]:
                 extra = {"metavar": "LIST", "parser": _list_parser(get_args(kind)[0])}
                 kind, default = str, ",".join(map(str, default))
             helped = {"help": helps.get(parameter.name), **extra}
-            info = typer.Argument(**helped) if parameter.name == "model" else typer.Option(*names, **helped)
-        if isinstance(info, OptionInfo):
-            info.rich_help_panel = title
+            is_argument = parameter.name == "model"
+            info = typer.Argument(**helped) if is_argument else typer.Option(*names, **helped, rich_help_panel=title)
         found.append(parameter.replace(default=default, annotation=Annotated[kind, info]))
     return found
 
