@@ -13,12 +13,7 @@ def __getattr__(name: str) -> Any:
     """Imports [`Proposer`], and with it vLLM, on first use."""
     if name != "Proposer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .options import NEEDS_VLLM
+    from . import plugin  # noqa: F401  # which says what to install where vLLM is missing
+    from .proposer import Proposer
 
-    try:
-        from .proposer import Proposer
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "vllm":
-            raise
-        raise ImportError(NEEDS_VLLM) from error
     return Proposer
