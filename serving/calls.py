@@ -30,6 +30,7 @@ log = logging.getLogger("wedlm_hf.serving")
 LARGEST_BATCH = 8  # requests that share a `generate` call
 # Tokens of short answers and of their prompts: those do not wait for a longer call to end.
 SHORT_ANSWER, SHORT_PROMPT = 64, 2048
+IMPOSSIBLE = -9999.0  # the log-probability of what is, in OpenAI's API: JSON has no infinity
 # Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect.
 ALONE = {"max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
@@ -271,7 +272,7 @@ class Batch(BaseStreamer, StoppingCriteria):
         """Takes what the next tokens were chosen from, see [`TokenStream`]."""
         for row, token, scores in zip(rows, tokens, logits, strict=True):
             if (count := self.answers[row].asked.likeliest) is not None:
-                log_probs = scores.log_softmax(-1)
+                log_probs = scores.log_softmax(-1).clamp(min=IMPOSSIBLE)
                 values, ids = log_probs.topk(min(count, len(scores)))
                 likeliest = list(zip(ids.tolist(), values.tolist(), strict=True))
                 self.answers[row].chances.append(Chances(token, log_probs[token].item(), likeliest))

@@ -45,12 +45,7 @@ class Vocabulary:
     def entry(self, token: int, log_prob: float) -> dict[str, Any]:
         """A token among the log-probabilities of a chat."""
         found = self.bytes_of(token)
-        return {"token": found.decode(errors="replace"), "logprob": finite(log_prob), "bytes": list(found)}
-
-
-def finite(log_prob: float) -> float:
-    """As a number of JSON: OpenAI's API has this value for what is impossible."""
-    return max(log_prob, -9999.0)
+        return {"token": found.decode(errors="replace"), "logprob": log_prob, "bytes": list(found)}
 
 
 class Response:
@@ -235,8 +230,8 @@ class TextResponse(Response):
             *starts, self.lengths[index] = accumulate(map(len, tokens), initial=self.lengths[index])
             logprobs = {
                 "tokens": tokens,
-                "token_logprobs": [finite(each.log_prob) for each in chances],
-                "top_logprobs": [{name(token): finite(value) for token, value in each.likeliest} for each in chances],
+                "token_logprobs": [each.log_prob for each in chances],
+                "top_logprobs": [{name(token): value for token, value in each.likeliest} for each in chances],
                 "text_offset": starts,
             }
         return {"index": index, "text": "".join(items), "logprobs": logprobs}
