@@ -192,8 +192,7 @@ def has_no_chat_template(tokenizer: Any, checkpoint: str | None) -> bool:
     """Whether prompts can only be continued as they are; says so on standard error."""
     if tokenizer.chat_template is not None:
         return False
-    name = str(NANO) if checkpoint is None else checkpoint
-    typer.echo(f"{name!r} has no chat template: the prompts are continued as they are.", err=True)
+    typer.echo(f"{checkpoint!r} has no chat template: the prompts are continued as they are.", err=True)
     return True
 
 
