@@ -143,6 +143,12 @@ static inline __attribute__((always_inline)) void multiply_block(int bits, int r
   else                                                                   \
     multiply_block(8, rows, own, groups, row, scale, to, outputs, left)
 
+// How many of so many rows the next pass over the weights takes: five are three and two, not four and one.
+static inline int rows_of_pass(int left, int most) {
+  const int passes = (left + most - 1) / most;
+  return (left + passes - 1) / passes;
+}
+
 // The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under way
 // at once. Each has one order.
 static inline __attribute__((always_inline)) void multiply_tile(int rows, int tiles, const uint16_t *weights, int width,
@@ -177,16 +183,16 @@ static inline __attribute__((always_inline)) void multiply_tile(int rows, int ti
 
 static void multiply_halves(const float *rows, const uint16_t *weights, float *out, int count, int outputs, int width,
                             int threads) {
-  const int tiles = (outputs + WIDE - 1) / WIDE, together = count == 1 ? 2 : 1;
+  const int tiles = (outputs + WIDE - 1) / WIDE, step = count == 1 ? 2 : 1;
   const int is_much = (size_t)outputs * width > FEW_WEIGHTS || count * (size_t)width * outputs > FEW_PRODUCTS;
 #pragma omp parallel for num_threads(threads) if (is_much)
-  for (int t = 0; t < tiles; t += together) {
+  for (int t = 0; t < tiles; t += step) {
     const uint16_t *own = weights + t * (size_t)WIDE * width;
     const int left = outputs - t * WIDE;
-    for (int r = 0; r < count; r += MOST_WIDE_ROWS) {
+    for (int r = 0, together; r < count; r += together) {
       const float *row = rows + r * (size_t)width;
       float *to = out + r * (size_t)outputs + t * WIDE;
-      switch (count - r) {
+      switch (together = rows_of_pass(count - r, MOST_WIDE_ROWS)) {
         case 1:
           if (count == 1 && t + 1 < tiles)
             multiply_tile(1, 2, own, width, row, to, outputs, left);
@@ -224,11 +230,11 @@ int multiply_rows(const float *rows, const uint8_t *weights, float *out, int cou
     for (int t = 0; t < tiles; t++) {
       const uint8_t *own = weights + (size_t)t * groups * block;
       const int left = outputs - t * OUTPUTS;
-      for (int r = 0; r < count; r += MOST_ROWS) {
+      for (int r = 0, together; r < count; r += together) {
         const int16_t *row = levels + (size_t)r * width;
         const Scale *scale = scales + (size_t)r * groups;
         float *to = out + (size_t)r * outputs + t * OUTPUTS;
-        switch (count - r) {
+        switch (together = rows_of_pass(count - r, MOST_ROWS)) {
           case 1: MULTIPLY(1); break;
           case 2: MULTIPLY(2); break;
           case 3: MULTIPLY(3); break;
