@@ -168,6 +168,35 @@ def test_a_module_that_computes_something_else_stays_what_it_is(place, kind):
     assert not isinstance(model.model.layers[0], FusedLayer)
 
 
+class Limiting(LlamaMLP):
+    limit = torch.inf
+
+    def forward(self, x):
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(max=self.limit))
+
+
+class Unturned(LlamaAttention):
+    turns = True
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        cos, sin = position_embeddings
+        turns = position_embeddings if self.turns else (torch.ones_like(cos), torch.zeros_like(sin))
+        return super().forward(hidden_states, turns, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "change"), [("mlp", Limiting, ("limit", 60)), ("self_attn", Unturned, ("turns", False))]
+)
+def test_a_layer_unlike_those_of_its_kind_stays_what_it_is(place, kind, change):
+    model = MODELS["llama"]()
+    modules = [getattr(layer, place) for layer in model.model.layers]
+    for module in modules:
+        module.__class__ = kind
+    setattr(modules[-1], *change)
+    pack(model)
+    assert [isinstance(module, Fused) for module in modules] == [True] * (len(modules) - 1) + [False]
+
+
 def retune_norms(model):
     model = get_peft_model(model, LNTuningConfig(target_modules=["q_norm", "k_norm"]))
     for name, parameter in model.named_parameters():
