@@ -3,7 +3,8 @@
 # `make test` checks the code, `make slow` runs the tests that take long, `make docs` builds the documentation. The first
 # call of any of them sets up .venv.
 # `make test-lowest` and `make test-newest` run the tests with other versions than the pinned ones.
-# PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
+# PYTHON=python3.12 picks another interpreter. torch comes by pip, whose variables apply as usual, and so does all else where
+# pip has an index of its own.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,15 +13,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UV := $(BIN)/uv
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
-
-# uv, which installs all but torch, has variables of its own for what pip's say.
-ifdef PIP_INDEX_URL
-export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
-endif
-ifdef PIP_EXTRA_INDEX_URL
-export UV_INDEX ?= $(PIP_EXTRA_INDEX_URL)
-endif
-export UV_INDEX_STRATEGY ?= unsafe-best-match
 
 .PHONY: demo real real-smollm2 real-gemma test test-lowest test-newest test-vllm test-peers slow lint types unit docs dist format clean
 
@@ -145,12 +137,14 @@ clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version. The
-# rest comes by uv, in half of pip's time, or by pip where uv cannot reach it: uv reads no pip.conf.
+# rest comes by uv, in half of pip's time; by pip, where that has an index of its own, which uv would not ask, and where uv
+# fails.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"the pinned packages need Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
 	@echo 'Installing the pinned packages into $(VENV): a few minutes, the first time.'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $$(grep -E '^(torch|uv)==' requirements.txt)
-	$(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.txt || $(PIP) install --quiet --requirement requirements.txt
+	{ ! $(PIP) config list | grep -qE '\.(index-url|no-index)=' && $(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.txt; } \
+	|| $(PIP) install --quiet --requirement requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

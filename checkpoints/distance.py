@@ -72,7 +72,9 @@ def _digest(model: Any) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         flat = weight.detach().reshape(-1)
-        size = 8 if flat.nbytes % 8 == 0 else flat.element_size()
+        size = flat.element_size()
+        if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:  # words are summed sooner
+            size = 8
         bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[size])
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {int(bits.sum())}".encode())
         digest.update(flat[:: max(1, len(flat) // SAMPLED)].float().numpy().tobytes())

@@ -13,7 +13,8 @@ from .fused_layer import FusedLayer
 from .kernels import has_kernels
 from .packed_layers import PackedLinear, PackedNorm
 
-_PROBED = ((3, 1.0), (5, 50.0), (1, 1.0))  # numbers of rows, and how large their numbers are
+# Numbers of rows, and how large their numbers are. Modules of a known kind are spared the last.
+_PROBED = ((3, 1.0), (5, 50.0), (1, 1.0))
 # How far kernels may be from torch, as a share: layers of few bits round their inputs, which enlarges differences.
 _CLOSE = 0.02
 
@@ -39,8 +40,9 @@ def fuse(model: nn.Module) -> None:
 def _try(module: Any, mixin: Any, known: set[Any]) -> None:
     """Fuses a module, if it stays what it is. Of a kind that is known, fewer probes are enough."""
     before, base = dict(vars(module)), module.__class__
-    kind = mixin, base, *(tuple(each.shape) for each in module.parameters())
-    probed = _PROBED[:-1] if kind in known else _PROBED  # one row is a matter of its kind
+    layers = [each for each in module.modules() if isinstance(each, PackedLinear)]
+    kind = mixin, base, *((each.in_features, each.out_features, each.bias is None) for each in layers)
+    probed = _PROBED[:-1] if kind in known else _PROBED
     module.__class__ = fused_class(mixin, base)
     for name in ("cache", "past_key_values"):  # of newer versions of transformers and of older ones
         # Whatever the forward of another kind of module raises: it is not fused.
@@ -64,7 +66,8 @@ def _try(module: Any, mixin: Any, known: set[Any]) -> None:
                     module.has_kernels = module.has_kernels and _is_close(module, base, name, probed)
             if is_fused:
                 module.training = before["training"]
-                known.add(kind)
+                if module.has_kernels or not has_kernels():  # else kernels are probed anew
+                    known.add(kind)
                 return
     vars(module).clear()
     vars(module).update(before)

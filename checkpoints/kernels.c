@@ -11,8 +11,9 @@
 // bytes are inputs 4i to 4i+3, the high halves inputs 16+4i to 16+4i+3. Blocks of the same outputs follow each other.
 //
 // For 8 and 4 bits, a row is rounded to 15 bits in groups of 32, so that products of a group are sums of integers, the
-// same in any order. (In 8 bits a model writes other texts, and layer by layer small differences become large ones.)
-// Every sum of floats has one order: a row has the same bits whatever stands beside it, in any number of threads.
+// same in any order. (Rounded to 8 bits, rows would make a model write other texts: layer by layer, small differences
+// become large ones.) Every sum of floats has one order: a row has the same bits whatever stands beside it, in any number
+// of threads.
 
 #include <immintrin.h>
 #include <math.h>
@@ -194,7 +195,7 @@ static void multiply_halves(const float *rows, const uint16_t *weights, float *o
       float *to = out + r * (size_t)outputs + t * WIDE;
       switch (together = rows_of_pass(count - r, MOST_WIDE_ROWS)) {
         case 1:
-          if (count == 1 && t + 1 < tiles)
+          if (t + 1 < tiles)  // passes of one row are those of a single row
             multiply_tile(1, 2, own, width, row, to, outputs, left);
           else
             multiply_tile(1, 1, own, width, row, to, outputs, left);

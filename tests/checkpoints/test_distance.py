@@ -76,3 +76,12 @@ def test_a_model_that_writes_no_text_is_packed_without_it(looked, caplog):
         assert pack(nn.Sequential(nn.Linear(32, 32))).packed_distance is None
         assert pack(llama().model).packed_distance is None
     assert "nats" not in caplog.text
+
+
+def test_weights_that_lie_anywhere_in_memory_are_packed(looked):
+    model, places = llama(), 1
+    flat = torch.empty(1 + sum(weight.numel() for weight in model.parameters()))
+    for weight in model.parameters():
+        part = flat[places : places + weight.numel()].view_as(weight)
+        weight.data, places = part.copy_(weight.data), places + weight.numel()
+    assert pack(model, 8).packed_distance == pack(llama(), 8).packed_distance
