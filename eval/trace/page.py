@@ -102,5 +102,5 @@ def page(trace: Trace) -> str:
 def render(name: str, *folders: Path, **values: Any) -> str:
     """A page made of a template, which may extend page.html, with its styles and scripts in it."""
     environment = Environment(loader=FileSystemLoader([*folders, FOLDER]), undefined=StrictUndefined)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template(name).render(values)
