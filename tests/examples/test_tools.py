@@ -209,15 +209,8 @@ def test_the_check_of_smollm2_passes_the_same_model_and_fails_another():
     assert len(found) <= check.TOP_K**check.LENGTH and sum(found.values()) == pytest.approx(1)
     tokenizer = Mock(side_effect=tokenize, eos_token_id=1, pad_token_id=1)
     tokenizer.apply_chat_template = lambda messages, **_: messages[0]["content"]
-    how = {
-        "answers": 4,
-        "samples": 640,
-        "max_new_tokens": 6,
-        "batch_size": 2,
-        "drafts": 2,
-        "dtype": "float32",
-        "lora": False,
-    }
+    how = {"answers": 4, "samples": 640, "max_new_tokens": 6, "batch_size": 2, "drafts": 2}
+    how |= {"dtype": "float32", "lora": False}
     for seed in (0, 1):
         own = tiny_llama(seed, **sizes)
         for look in (check.check_greedy, check.check_samples):
