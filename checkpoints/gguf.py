@@ -1,6 +1,7 @@
 """GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,6 +21,8 @@ _STATED = {
     "rope.scaling.type": "rope_type", "attention.sliding_window": "sliding_window", "expert_count": "experts",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
+_ROWS = 256  # of a matrix, dequantized together
+_LONGEST = 4096  # array of numbers that is none of the vocabulary
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 # What was made within [`parsed_once`], by folder and options.
 _TOKENIZERS: dict[tuple[str, str], PreTrainedTokenizerBase] = {}
@@ -33,15 +36,17 @@ def parsed_once() -> Iterator[None]:
         yield
         return
     gguf: Any = import_module("gguf")
-    reading: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     if hasattr(gguf.GGUFReader, "cache_info"):  # an outer context has its own
         yield
         return
+    headers: Any = import_module("transformers.integrations.gguf.reader")
     instead = [
         (gguf, "GGUFReader", lru_cache(_reader_class(gguf.GGUFReader))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
-        (reading, "_gguf_parse_value", _parsing_once(reading._gguf_parse_value)),
+        (gguf.quants, "_apply_over_grouped_rows", _by_many_rows),
+        (headers, "_read_metadata", _reading_once(getattr(headers, "_read_metadata", None))),
     ]
+    instead = [each for each in instead if hasattr(*each[:2])]  # two are no part of an interface
     own = [(module, name, getattr(module, name)) for module, name, _ in instead]
     for module, name, value in instead:
         setattr(module, name, value)
@@ -54,37 +59,50 @@ def parsed_once() -> Iterator[None]:
 
 
 def _reader_class(kind: Any) -> Any:
-    """gguf's reader on a plain array: it slices one for every token, in four steps, and slices of a memory map are
-    dear."""
+    """gguf's reader, which passes over the vocabulary: transformers reads it by means of its own, and an array for
+    every token takes a second."""
+    kinds: Any = import_module("gguf").GGUFValueType
 
     class Reader(kind):
-        @property
-        def data(self) -> Any:
-            return self.__dict__["data"]
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            if kind == kinds.ARRAY and self.byte_order == "I":  # this machine's order
+                held, count = struct.unpack_from("=IQ", self.data, offset)
+                if held == kinds.STRING or count > _LONGEST:
+                    return self._end_of(offset + 12, held, count) - offset, [], [], [kinds.ARRAY, kinds(held)]
+            return super()._get_field_parts(offset, kind)
 
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self.__dict__["data"] = mapped.view(np.ndarray)
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            if (override_order or self.byte_order) != "I":  # another than this machine's
-                return super()._get(offset, dtype, count, override_order)
-            return np.frombuffer(self.data, dtype, int(count), int(offset))
+        def _end_of(self, place: int, held: int, count: int) -> int:
+            if held != kinds.STRING:
+                return place + count * np.dtype(self.gguf_scalar_to_np[kinds(held)]).itemsize
+            size, content = struct.Struct("=Q").unpack_from, memoryview(self.data)
+            for _ in range(count):
+                place += 8 + size(content, place)[0]
+            return place
 
     return Reader
 
 
-def _parsing_once(parse: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """transformers' reading of a value, a token or a merge for example. The values of a file live as long as its
-    reader."""
-    found: dict[int, Any] = {}
+def _reading_once(read: Any) -> Callable[..., Any]:
+    """transformers' reading of what a file says of its model, by the file's path and what is asked for."""
+    found: dict[tuple[str, tuple[str, ...]], Any] = {}
 
-    def parsed(value: Any, kinds: Any) -> Any:
-        if id(value) not in found:
-            found[id(value)] = parse(value, kinds)
-        return found[id(value)]
+    def reading(content: Any, path: str, *wanted: Any) -> Any:
+        key = path, tuple(*wanted)
+        if key not in found:
+            found[key] = read(content, path, *wanted)
+        metadata, *rest = found[key]
+        return dict(metadata), *rest
 
-    return parsed
+    return reading
+
+
+def _by_many_rows(func: Any, arr: np.ndarray, otype: Any, oshape: tuple[int, ...]) -> np.ndarray:
+    """gguf's dequantizing of a matrix, by 256 rows in place of 16, in a third of the time."""
+    rows, found = arr.reshape(-1, arr.shape[-1]), np.empty(oshape, otype)
+    flat = found.reshape(len(rows), -1)
+    for first in range(0, len(rows), _ROWS):
+        flat[first : first + _ROWS] = func(rows[first : first + _ROWS])
+    return found
 
 
 def split_source(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, str | None, str]:

@@ -11,7 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file, save_file
 from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomize, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.gguf import reader as gguf_headers
 
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, convert
 from wedlm_hf.adapters import MaskAdapterSettings
@@ -283,17 +284,15 @@ def test_a_gguf_file_is_parsed_once_and_its_tokenizer_knows_its_template_its_end
             parsed.append(path)
 
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
-    values, parse = [], modeling_gguf_pytorch_utils._gguf_parse_value
-    counted = lambda value, kinds: values.append(id(value)) or parse(value, kinds)  # noqa: E731
-    monkeypatch.setattr(modeling_gguf_pytorch_utils, "_gguf_parse_value", counted)
+    headers, read = [], gguf_headers._read_metadata
+    counted = lambda content, *what: headers.append(what) or read(content, *what)  # noqa: E731
+    monkeypatch.setattr(gguf_headers, "_read_metadata", counted)
     make, made = AutoTokenizer.from_pretrained, []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **how: made.append(args) or make(*args, **how))
     with parsed_once():
         model, tokenizer = load_model(str(file), dtype=torch.float32), load_tokenizer(file)
     assert len(made) == 1
-    assert (
-        len(values) == len(set(values)) > len(tokenizer) and modeling_gguf_pytorch_utils._gguf_parse_value == counted
-    )
+    assert 0 < len(headers) == len(set(headers)) and gguf_headers._read_metadata == counted
     assert len(parsed) == 1 and (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, find)
     for result in (convert(str(file), tmp_path / "out"), convert(file.parent, gguf_file=file.name)):
         assert torch.equal(model.lm_head.weight, result.model.lm_head.weight)
