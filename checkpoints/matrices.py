@@ -256,61 +256,65 @@ def nearest_levels(weight: torch.Tensor) -> Levels:
     groups = weight.float().unflatten(1, (-1, GROUP))
     low = groups.amin(-1)
     step = (groups.amax(-1) - low) / LEVELS
-    return Levels(_nearest(groups, low, step.where(step > 0, 1.0)), step, low)
-
-
-def _nearest(groups: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """The level of each weight, `(out, in)` uint8, of groups `(out, in / 32, 32)`."""
     # In place: memory for a matrix is dearer than what is computed in it.
-    return (groups - low[..., None]).div_(step[..., None]).round_().to(torch.uint8).flatten(1)
+    level = (groups - low[..., None]).div_(step.where(step > 0, 1.0)[..., None]).round_()
+    return Levels(level.to(torch.uint8).flatten(1), step, low)
 
 
 @torch.no_grad()
 def has_levels(weight: torch.Tensor) -> bool:
     """Whether a matrix has levels already, as one has that was dequantized from 4 bits in groups of 32; a few of its
     groups tell."""
-    if weight.shape[1] % GROUP:
-        return False
-    groups = weight.detach().reshape(-1, GROUP)
-    return _spacing(groups[:: max(1, len(groups) // _SAMPLED)]) is not None
+    return weight.shape[1] % GROUP == 0 and _levels_of(_some(weight.detach().reshape(-1, GROUP))) is not None
 
 
 @torch.no_grad()
 def own_levels(weight: torch.Tensor) -> Levels | None:
     """The levels that a matrix has already; `None` where it has none."""
-    groups = weight.unflatten(1, (-1, GROUP)) if has_levels(weight) else None
-    if groups is None or (found := _spacing(groups.flatten(0, 1))) is None:
-        return None
-    step, low = (part.view(groups.shape[:2]) for part in found)
-    return Levels(_nearest(groups.float(), low, step), step, low)
+    found = _levels_of(weight.detach().reshape(-1, GROUP)) if has_levels(weight) else None
+    return None if found is None else Levels(*(each.view(len(weight), -1) for each in found))
 
 
-def _spacing(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The step between the levels of each group, `(n, 32)`, and the lowest, both `(n,)` float32; `None` if a group has
-    no such levels."""
-    fitting = (share for dtype, share in _ROUNDING.items() if groups.equal(groups.to(dtype).to(groups.dtype)))
+def _some(groups: torch.Tensor) -> torch.Tensor:
+    return groups[:: max(1, len(groups) // _SAMPLED)]
+
+
+def _levels_of(groups: torch.Tensor) -> Levels | None:
+    """The levels of groups `(n, 32)`, the steps between them and the lowest; `None` if a group has no such levels."""
+
+    def is_held(held: torch.Tensor, dtype: torch.dtype) -> bool:
+        return held.equal(held.to(dtype).to(held.dtype))
+
+    fitting = (share for dtype, share in _ROUNDING.items() if is_held(_some(groups), dtype) and is_held(groups, dtype))
     if (rounding := next(fitting, None)) is None:  # some are no numbers, or have more bits
         return None
     groups = groups.float()
-    low = groups.amin(-1)
-    spread, above = groups.amax(-1) - low, groups - low[:, None]
-    step, error = spread / LEVELS, torch.full_like(spread, torch.inf)
+    low, largest = groups.amin(-1), groups.amax(-1)
+    spread, sizes = largest - low, torch.maximum(largest, -low)
+    level, step, error = torch.empty_like(groups), torch.ones_like(low), torch.full_like(low, torch.inf)
     left: Any = slice(None)
     for count in range(LEVELS, 0, -1):
         tried = spread[left] / count
-        places = above[left] / tried.where(tried > 0, 1.0)[:, None]
-        far = places.sub_(places.round()).abs_().amax(-1) * tried
-        is_better = far < error[left]
-        step[left], error[left] = tried.where(is_better, step[left]), far.where(is_better, error[left])
+        above = groups[left] - low[left, None]
+        places = above / tried.where(tried > 0, 1.0)[:, None]
+        found = places.round()
+        far = places.sub_(found).abs_().amax(-1) * tried
+        if count == LEVELS:
+            level, step, error = found, tried, far
+        else:
+            better = far < error[left]
+            level[left[better]], step[left[better]], error[left[better]] = found[better], tried[better], far[better]
         # Nearly all groups hold their first and last level: the others are looked at again.
         left = (error > _NEAR * step / 100).nonzero().flatten()
         if not len(left):
             break
     step = step.where(step > 0, 1.0)
-    far = (above / step[:, None]).round_().mul_(step[:, None]).sub_(above).abs_()
-    sizes = groups.abs()
-    near = sizes.add_(sizes.amax(-1, keepdim=True)).mul_(rounding).clamp_(max=(_NEAR * step)[:, None])
-    return None if bool((far > near).any()) else (step, low)
+    # Of nearly all groups, the largest error says that none is too large.
+    left = (error > torch.minimum(rounding * sizes, _NEAR * step)).nonzero().flatten()
+    above = groups[left] - low[left, None]
+    far = (level[left] * step[left, None]).sub_(above).abs_()
+    near = (groups[left].abs() + sizes[left, None]).mul_(rounding).clamp_(max=(_NEAR * step[left])[:, None])
+    return None if bool((far > near).any()) else Levels(level.to(torch.uint8), step, low)
 
 
 def multiply_alone() -> None:
