@@ -17,6 +17,7 @@ from torch import nn
 
 from ..checkpoints.find import ADAPTER_FILE
 from ..checkpoints.matrices import near_matrix
+from ..checkpoints.packed import give_back_memory
 from ..checkpoints.packed_layers import PackedLinear
 from ..generation.drafter import head_rows
 from ..generation.forward import forward_as
@@ -171,7 +172,7 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
     if table is None and not is_packed:
         return None
     root_head = adapter.root_head
-    changing = [each for each in (table, head.bias, root_head.tokens) if each is not None]
+    changing = [each for each in (table, head.bias, root_head.tokens) if isinstance(each, torch.Tensor)]
     versions = [(each.data_ptr(), each.dtype, 0 if each.is_inference() else each._version) for each in changing]
     key = head, root_head, versions
     if adapter.frequent is None or adapter.frequent[0] != key:
@@ -252,12 +253,15 @@ def load_mask_adapter(
     if is_trainable:
         train_alone(model)
     else:
-        adapter.to(model.dtype).requires_grad_(False)
-        if model._is_packed:  # or the first answer would wait while these are packed
+        # Packed, the adapter is copied anyway: its own weights stay as small as in their file.
+        stored_in = [weight.dtype for weight in stored.weights.values() if weight.is_floating_point()]
+        adapter.to(stored_in[0] if model._is_packed else model.dtype).requires_grad_(False)
+        if model._is_packed:  # or the first answer would wait while the copy is made
             with torch.no_grad():
                 adapter.matrices(model.dtype, is_packed=True)
                 if model.drafts_from_root:
                     model.root_shortlist()
+            give_back_memory()
 
 
 def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

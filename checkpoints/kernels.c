@@ -250,6 +250,22 @@ int multiply_rows(const float *rows, const uint8_t *weights, float *out, int cou
   return is_short;
 }
 
+// The weights of some outputs, in 8 bits, one output's behind the other's. Returns 1 where there is no such output.
+int pick_rows(const int64_t *places, const uint8_t *blocks, float *out, int count, int outputs, int width) {
+  const int groups = width / GROUP, size = OUTPUTS * (GROUP + (int)sizeof(uint16_t));
+  for (int r = 0; r < count; r++) {
+    if (places[r] < 0 || places[r] >= outputs) return 1;
+    const int lane = places[r] % OUTPUTS;
+    const uint8_t *block = blocks + places[r] / OUTPUTS * groups * size;
+    for (int g = 0; g < groups; g++, block += size) {
+      const float step = _cvtsh_ss(((const uint16_t *)(block + OUTPUTS * GROUP))[lane]);
+      for (int i = 0; i < GROUP; i++)
+        out[(size_t)r * width + g * GROUP + i] = step * (int8_t)block[(i / 4 * OUTPUTS + lane) * 4 + i % 4];
+    }
+  }
+  return 0;
+}
+
 // Low-rank updates of some rows: two matrices, `down` (inner, width) and `up` (outputs, inner).
 typedef struct {
   const uint8_t *down, *up;  // NULL where there is none

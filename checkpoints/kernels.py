@@ -72,8 +72,8 @@ class _Layer(ctypes.Structure):
 # Of functions in the source: p a pointer, s the strides, i an int, f a float.
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "s": ctypes.POINTER(_Strides)}
 _ARGUMENTS = {
-    "multiply_rows": "pppiiiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi", "gate_rows": "ppiiii",
-    "attend_rows": "ppppppiiiiiisfi", "begin_layer": "pppippppii", "end_layer": "pppipppii",
+    "multiply_rows": "pppiiiii", "pick_rows": "pppiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi",
+    "gate_rows": "ppiiii", "attend_rows": "ppppppiiiiiisfi", "begin_layer": "pppippppii", "end_layer": "pppipppii",
     "step_layer": "pppipppppii",
 }  # fmt: skip
 
@@ -95,6 +95,21 @@ def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int)
     pointers = rows.data_ptr(), blocks.data_ptr(), found.data_ptr()
     if _library().multiply_rows(*pointers, rows.numel() // width, outputs, width, bits, torch.get_num_threads()):
         raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+    return found
+
+
+def pick_rows(places: torch.Tensor, blocks: torch.Tensor, outputs: int) -> torch.Tensor:
+    """`(..., in)` float32, the weights of some outputs `(...)` int64, of a matrix in 8 bits that [`to_blocks`] gave.
+    Raises `IndexError` for an output that it has not."""
+    width = blocks.shape[1] * GROUP
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        flat = places.flatten()
+        near = from_blocks(blocks[flat // OUTPUTS], OUTPUTS * len(flat), 8).view(-1, OUTPUTS, width)
+        return near[torch.arange(len(flat)), flat % OUTPUTS].view(*places.shape, width)
+    places = places.contiguous()
+    found = torch.empty(*places.shape, width)
+    if _library().pick_rows(places.data_ptr(), blocks.data_ptr(), found.data_ptr(), places.numel(), outputs, width):
+        raise IndexError(f"There are {outputs} rows, got {int(places.min())} to {int(places.max())}.")
     return found
 
 

@@ -15,6 +15,7 @@ bfloat16, in which alone it is fast, and in 8 bits a scale is that of an output.
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import functional as F
 
-from .kernels import GROUP, from_blocks, from_tiles, has_kernels, multiply_groups, to_blocks, to_tiles
+from .kernels import (
+    GROUP,
+    OUTPUTS,
+    from_blocks,
+    from_tiles,
+    has_kernels,
+    multiply_groups,
+    pick_rows,
+    to_blocks,
+    to_tiles,
+)
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -144,6 +155,37 @@ class Grouped(Blocked):
     def unpacked(self) -> torch.Tensor:
         """The weights, `(out, in)` float32: a copy."""
         return from_blocks(self.weight, self.shape[0], self.bits)
+
+    def is_exactly(self, weight: torch.Tensor) -> bool:
+        """Whether these are the very weights, as those of a file in 8 bits are."""
+        parts = zip(self.weight.split(_LOOKED), weight.split(_LOOKED * OUTPUTS), strict=True)
+        return all(from_blocks(part, len(own), self.bits).equal(own) for part, own in parts)
+
+
+class Table:
+    """The rows of an embedding, where the matrix of its tied head has its very weights, in 8 bits."""
+
+    _whole: weakref.ref[torch.Tensor] | None = None
+
+    def __init__(self, matrix: Grouped):
+        self.matrix = matrix
+
+    def __len__(self) -> int:
+        return self.matrix.shape[0]
+
+    def __getitem__(self, places: torch.Tensor) -> torch.Tensor:
+        """`(...)` int64 to `(..., in)` float32."""
+        return pick_rows(places, self.matrix.weight, len(self))
+
+    def detach(self) -> torch.Tensor:
+        """All rows, `(out, in)` float32: a copy, which is one and the same while somebody holds it."""
+        if (found := None if self._whole is None else self._whole()) is None:
+            found = self.matrix.unpacked()
+            self._whole = weakref.ref(found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_whole": None}
 
 
 def _are_kept(*scales: torch.Tensor) -> bool:

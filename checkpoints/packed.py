@@ -15,7 +15,7 @@ from torch import nn
 from .distance import distance_of
 from .fuse import fuse
 from .kernels import kernels_digest
-from .matrices import FORMATS, can_pack, fits, has_levels, in_one_thread, multiply_alone
+from .matrices import FORMATS, Grouped, Table, can_pack, fits, has_levels, in_one_thread, multiply_alone
 from .packed_layers import PackedEmbedding, PackedLinear, PackedNorm, Product, RowLinear, take_hooks
 from .remembered import remembered
 
@@ -78,6 +78,7 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
     if getattr(model, "quantization_method", None) == "gguf":
         forget_gguf(model)
     found = distance_of(model, bits, lambda: _pack(model, bits))
+    give_back_memory()
     model.packed_distance = found  # type: ignore[assignment]
     if found is not None:
         is_far = bits < 16 and not found < FAR  # what 16 bits differ by, a model in bfloat16 differs from itself
@@ -87,6 +88,12 @@ def pack(model: nn.Module, bits: int = 16) -> nn.Module:
             bits, found, ": it writes other texts; more bits are closer" if is_far else "",
         )  # fmt: skip
     return model
+
+
+def give_back_memory() -> None:
+    """Gives back to the system what was freed; glibc keeps it: twice what a small model takes."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _pack(model: nn.Module, bits: int) -> None:
@@ -117,6 +124,7 @@ def _pack(model: nn.Module, bits: int) -> None:
             for found, module in zip(group, packed, strict=True):
                 for parent, name in found:
                     setattr(parent, name, module)
+    _share_tables(model)
     _use_fused_norms(model.float().requires_grad_(False))
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -124,8 +132,6 @@ def _pack(model: nn.Module, bits: int) -> None:
     fuse(model)
     model.packed_in = bits  # type: ignore[assignment]
     guard.remove()
-    if platform.libc_ver()[0] == "glibc":  # which else keeps what was freed: twice what a small model takes
-        ctypes.CDLL(None).malloc_trim(0)
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning(
@@ -231,6 +237,18 @@ def _groups(
     return groups + [[found] for key, found in places.items() if key not in grouped]
 
 
+def _share_tables(model: nn.Module) -> None:
+    """Lets embeddings read their rows from tied heads that hold the very numbers."""
+    embeddings = [each for each in model.modules() if isinstance(each, PackedEmbedding) and each.max_norm is None]
+    for head in [each for each in model.modules() if isinstance(each, PackedLinear) and each.bits == 8]:
+        rows, matrix = head.rows, head.product.matrix
+        if isinstance(rows, torch.Tensor) and isinstance(matrix, Grouped) and matrix.is_exactly(rows.float()):
+            head.rows = Table(matrix)
+            for embedding in embeddings:
+                if embedding.table is None and embedding.weight.data_ptr() == rows.data_ptr():
+                    embedding.read_from(head.rows)
+
+
 @torch.no_grad()
 def _use_fused_norms(model: nn.Module) -> None:
     """Gives a float32 model norms of fewer operations, where they have the very same bits."""
@@ -273,9 +291,9 @@ def format_of(model: nn.Module) -> str:
 def count_weights(model: nn.Module) -> int:
     """The number of a model's weights, packed ones too."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear) and module.rows is None]
-    tables = [module._buffers.get("weight") for module in model.modules() if isinstance(module, PackedEmbedding)]
-    tensors = [*model.parameters(), *(table for table in tables if table is not None)]
-    return sum(tensor.numel() for tensor in tensors) + sum(x.in_features * x.out_features for x in packed)
+    tables = [module for module in model.modules() if isinstance(module, PackedEmbedding) and not module._parameters]
+    sizes = [tensor.numel() for tensor in model.parameters()] + [x.in_features * x.out_features for x in packed]
+    return sum(sizes) + sum(table.num_embeddings * table.embedding_dim for table in tables)
 
 
 def use_fastest(model: nn.Module) -> str | torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .kernels import LANES, has_kernels, norm_rows, takes
-from .matrices import FORMATS, Matrix
+from .matrices import FORMATS, Matrix, Table
 
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -42,7 +42,11 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(
-        self, layer: nn.Linear, rows: torch.Tensor | None = None, product: "Product | None" = None, part: int = 0
+        self,
+        layer: nn.Linear,
+        rows: torch.Tensor | Table | None = None,
+        product: "Product | None" = None,
+        part: int = 0,
     ):
         super().__init__()
         self.in_features, self.out_features, self.rows = layer.in_features, layer.out_features, rows
@@ -138,11 +142,17 @@ class Product:
 
 
 class PackedEmbedding(nn.Embedding):
-    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in."""
+    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in.
+
+    Attributes:
+        table: of a tied head, which holds the same numbers in 8 bits, in place of a table of its own.
+    """
+
+    table: Table | None
 
     def __init__(self, embedding: nn.Embedding):
         nn.Module.__init__(self)
-        self.__dict__.update({**vars(embedding), "_parameters": {}, "_buffers": {}})
+        self.__dict__.update({**vars(embedding), "_parameters": {}, "_buffers": {}, "table": None})
         if embedding.weight.dtype == torch.float32:
             self.weight = embedding.weight
         else:  # no parameter: the dtype of a model is that of its first one
@@ -150,7 +160,22 @@ class PackedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(...)` int64 to `(..., embedding_dim)` float32."""
-        return super().forward(input).float()
+        return super().forward(input).float() if self.table is None else self.table[input.long()]
+
+    def read_from(self, table: Table) -> None:
+        """From now on, its rows are the table's."""
+        self.table = table
+        del self.weight
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.table is not None:
+            return self.table.detach()
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.table is not None:
+            destination[f"{prefix}weight"] = self.table.detach()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedEmbedding":
         _refuse_change(fn)  # before anything of a model is moved: its embeddings come first

@@ -25,6 +25,7 @@ from transformers import (
 
 import wedlm_hf
 from wedlm_hf.checkpoints import matrices, packed
+from wedlm_hf.checkpoints.kernels import has_kernels
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.checkpoints.matrices import can_pack, in_one_thread
 from wedlm_hf.checkpoints.packed import (
@@ -128,6 +129,38 @@ def test_a_head_tied_to_an_embedding_that_scales_its_rows_shares_the_table(dtype
     assert head_rows(model.lm_head).data_ptr() == table.data_ptr() and table.dtype == torch.float32
     assert count_weights(model) == weights
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.skipif(not has_kernels(), reason="torch's own products hold no groups of 8 bits")
+@pytest.mark.parametrize("moved", [0.0, 0.01])
+def test_a_table_in_eight_bits_is_held_once_by_the_tied_head(tmp_path, moved, monkeypatch):
+    plain = stock_model(tied=True)
+    table = plain.model.embed_tokens.weight
+    levels = torch.randint(-127, 128, table.shape).float()
+    levels[:, 5] = 127  # as a file of 8 bits has it: the largest level, and steps in float16
+    with torch.no_grad():
+        table.copy_(levels * torch.rand(len(table), 1).add_(0.1).div_(100).half().float())
+        table[3, 4] += moved * table[3, 5]
+    model = pack(copy.deepcopy(plain), 8)
+    embeddings, head = model.model.embed_tokens, model.lm_head
+    assert (embeddings.table is head.rows) == (moved == 0) and embeddings.weight.equal(table)
+    assert embeddings(IDS).equal(plain.model.embed_tokens(IDS)) and head_rows(head)[IDS].equal(table[IDS])
+    assert count_weights(model) == count_weights(plain) and model.dtype == torch.float32
+    expected = logits_of(model)
+    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        assert logits_of(copied(model)).equal(expected)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in saved and saved["model.embed_tokens.weight"].equal(table)
+    for beyond in (-1, len(table)):
+        with pytest.raises(IndexError):
+            embeddings(torch.tensor([[1, beyond]]))
+    assert embeddings(IDS[:0]).shape == (0, 5, 32) and embeddings(IDS.int()).equal(embeddings(IDS))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert embeddings(IDS).equal(table[IDS])
+    monkeypatch.undo()
+    monkeypatch.setattr(packed, "_share_tables", lambda model: None)
+    assert logits_of(pack(copy.deepcopy(plain), 8)).equal(expected)
 
 
 def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
