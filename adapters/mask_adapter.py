@@ -9,7 +9,7 @@ before the masks and never attend to them, so their logits, keys and values are 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -146,6 +146,8 @@ class CatchSlots:
 @dataclass(frozen=True)
 class CatchInner:
     """Forward hook of a decoder layer: notes the states that it gives, which the root head reads."""
+
+    only_reads: ClassVar[bool] = True  # so that kernels compute the layers behind, too
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Nothing: the states stay as they are."""

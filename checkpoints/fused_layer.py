@@ -3,8 +3,10 @@
 `B` sequences, `Q` rows of each.
 """
 
+import threading
+import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -13,12 +15,14 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .fused import Fused, FusedAttention, FusedMLP, implementation, is_plain, turns_of
-from .kernels import LayerKernels, Updates, memory_of, takes
+from .kernels import LayerKernels, Turns, Updates, memory_of, step_layers, takes
 from .matrices import Blocked
 from .packed_layers import HOOKS, PackedLinear, PackedNorm
 
 # Whose hooks stay on attention once anything was recorded; sdpa has nothing for them.
 _RECORDER = "transformers.utils.output_capturing"
+_FORWARDS = repeat("forward")
+_MOST_AHEAD = 64  # rows: for more, Python's time does not matter, and memory does
 
 
 class _Looked(NamedTuple):
@@ -32,8 +36,10 @@ class _Looked(NamedTuple):
     kinds: list[type]  # of these modules
     own: list[dict[str, Any]]  # their attributes, without a forward of their own among them
     hooks: list[dict[Any, Any]]  # which were empty
+    others: list[dict[Any, Any]]  # hooks of `layers`, which may be a mask adapter's
     norms: list[PackedNorm]
     of_heads: torch.Tensor | None  # of queries' and keys' norms, joined
+    held: list[torch.Tensor]  # factors of norms, and biases
     state: list[Any]
 
 
@@ -44,6 +50,8 @@ class FusedLayer(Fused):
     layer_names = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     needs_kernels = True
     _looked: _Looked | None
+    _next: Any = None  # a reference to the layer that follows, once it has run
+    is_end = False  # something happens between this layer and the next one
 
     def prepare(self: Any) -> _Looked:
         """Raises `AttributeError` or `TypeError` for other layers."""
@@ -86,66 +94,85 @@ class FusedLayer(Fused):
         modules = [each for owner in owners for each in owner.values() if isinstance(each, nn.Module)]
         owners += [each._parameters for each in modules]
         found = [each for owner in owners for each in owner.values()]
-        others = [id(each._forward_hooks) for each in (attention, *layers)]  # which are looked at one by one
-        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
+        others = [each._forward_hooks for each in layers]
+        apart = [*map(id, others), id(attention._forward_hooks)]  # which are looked at one by one
+        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in apart]
         kinds, own = [*map(type, modules)], [*map(vars, modules)]
-        where = owners, found, modules, kinds, own, hooks, norms, of_heads, _state(norms, layers)
+        held = [*(norm.factor for norm in norms), *(bias for bias in biases if bias is not None)]
+        where = owners, found, modules, kinds, own, hooks, others, norms, of_heads, held, _state(norms, layers, held)
         self._looked = looked = _Looked(kernels, layers, *where)
         return looked
 
     def look(self: Any) -> _Looked | None:
-        """What is known of the layer, if all is as it was."""
+        """What is known of the layer, if all is as it was. Every forward asks every layer: lists are compared by
+        functions of C."""
         looked: _Looked | None = self._looked
-        with suppress(AttributeError, TypeError):  # where it cannot be prepared any more
+        try:
             if looked is None:  # copied
                 looked = self.prepare()
-            attention = self.self_attn
+            attention = self._modules["self_attn"]
             if any(looked.hooks) or _has_any_global_hook() or implementation(attention.config) != "sdpa":
                 return None
             if any(getattr(hook, "__module__", None) != _RECORDER for hook in attention._forward_hooks.values()):
                 return None
-            found = [each for owner in looked.owners for each in owner.values()]
+            found = [*chain.from_iterable(map(dict.values, looked.owners))]
             if len(found) != len(looked.found) or not all(map(is_, found, looked.found)):
                 return None
-            if [*map(type, looked.modules)] != looked.kinds or any("forward" in own for own in looked.own):
+            if [*map(type, looked.modules)] != looked.kinds or any(map(dict.__contains__, looked.own, _FORWARDS)):
                 return None
             if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
                 return None
             is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
-            is_same = is_same and looked.state == _state(looked.norms, looked.layers)
+            is_same = is_same and looked.state == _state(looked.norms, looked.layers, looked.held)
             return looked if is_same else self.prepare()
-        return None
+        except (AttributeError, TypeError):  # it cannot be prepared any more
+            return None
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         """The base's, on `(B, Q, hidden size)`."""
         turns: Any = how.get("position_embeddings")
-        looked: _Looked | None = None
-        updates: Any = None
-        if not args and turns is not None and self.has_kernels and not self.training and takes(hidden_states):
-            looked = self.look()
-        attention = self.self_attn
-        if looked is not None and hidden_states.ndim == 3 and hidden_states.shape[2] == looked.kernels.hidden:
-            turns, updates = turns_of(turns, hidden_states, attention.head_dim), _updates(looked.layers, hidden_states)
-        else:
-            turns = None
-        if looked is None or turns is None or updates is False:
+        ready: _Ready | None = None
+        is_known = not args and turns is not None and self.has_kernels and not self.training
+        if is_known and takes(hidden_states) and hidden_states.ndim == 3:
+            if (found := _UNDER_WAY.found_ahead(self, hidden_states, how)) is not None:
+                return found
+            turns = turns_of(turns, hidden_states, self._modules["self_attn"].head_dim)
+            rows, mask = hidden_states.contiguous(), how.get("attention_mask")
+            rooms = [each for each in how.values() if hasattr(each, "room")]
+            ready = None if turns is None else self.ready(rows, turns, mask, rooms[0] if len(rooms) == 1 else None)
+        if ready is None:
             own: Any = super()
-            found: torch.Tensor = own.forward(hidden_states, *args, **how)
-            return found
-        kernels, rows, mask = looked.kernels, hidden_states.contiguous(), how.pop("attention_mask", None)
-        rooms: list[Any] = [each.room(attention.layer_idx) for each in how.values() if hasattr(each, "room")]
-        if len(rooms) == 1 and rooms[0] is not None:
-            keys, values, slots, longest = rooms[0]
-            seen = attention.seen(mask, *rows.shape[:2], longest)
-            shape = attention._heads[1], attention.head_dim
-            is_fitting = keys.shape[1::2] == values.shape[1::2] == shape and len(keys) >= len(rows)
-            if seen is not False and is_fitting and slots.shape == rows.shape[:2] and is_plain(keys):
-                memory = memory_of(keys, values, slots, longest, attention.scaling, seen)
-                return kernels.step(rows, turns, memory, updates)
-        del how["position_embeddings"]
-        states = attention.split(kernels.begin(rows, turns, updates))
-        attended, _ = attention.attend(*states, mask, True, how)
-        return kernels.end(rows, attended.contiguous(), updates)
+            output: torch.Tensor = own.forward(hidden_states, *args, **how)
+            return output
+        if ready.memory is not None:
+            return _UNDER_WAY.step(self, ready, rows, turns, mask, rooms[0], how)
+        for name in ("attention_mask", "position_embeddings"):
+            how.pop(name, None)
+        states = self.self_attn.split(ready.kernels.begin(rows, turns, ready.updates))
+        attended, _ = self.self_attn.attend(*states, mask, True, how)
+        return ready.kernels.end(rows, attended.contiguous(), ready.updates)
+
+    def ready(self: Any, rows: torch.Tensor, turns: Turns, mask: Any, cache: Any) -> "_Ready | None":
+        """What the kernels need for rows `(B, Q, H)`; `None` where they are not for them."""
+        if not self.has_kernels or self.training or (looked := self.look()) is None:
+            return None
+        attention = self._modules["self_attn"]
+        sequences, count, width = rows.shape
+        if width != looked.kernels.hidden or turns[0].shape[-1] != attention.head_dim:
+            return None
+        if (updates := _updates(looked, rows)) is False:
+            return None
+        room = None if cache is None else cache.room(attention.layer_idx)
+        memory: Any = None
+        if room is not None:
+            keys, values, slots, longest = room
+            seen = attention.seen(mask, sequences, count, longest)
+            most, *shape = keys.shape[0], keys.shape[1], keys.shape[3]
+            is_fitting = shape == [attention._heads[1], attention.head_dim] and values.shape == keys.shape
+            if seen is not False and is_fitting and most >= sequences and is_plain(keys) and is_plain(values):
+                is_fitting = slots.shape == (sequences, count)
+                memory = memory_of(keys, values, slots, longest, attention.scaling, seen) if is_fitting else None
+        return _Ready(looked.kernels, memory, updates)
 
     def suits_kernels(self: Any) -> bool:
         """Whether its parts have kernels."""
@@ -160,20 +187,97 @@ class FusedLayer(Fused):
         return self.self_attn.probe(attend, rows, cache)
 
 
-def _state(norms: list[PackedNorm], layers: list[PackedLinear]) -> list[Any]:
+class _Ready(NamedTuple):
+    """What the kernels of a layer need for some rows."""
+
+    kernels: LayerKernels
+    memory: Any  # where its keys and values go; `None` where a cache stores them by itself
+    updates: Updates | None
+
+
+class _Run(NamedTuple):
+    """Layers that were computed ahead."""
+
+    layers: list[Any]
+    found: tuple[torch.Tensor, ...]  # what each gives
+    version: int  # of these, while nobody changed them
+    how: list[Any]  # the arguments of all
+
+
+class _UnderWay(threading.local):
+    """A thread's forward.
+
+    Before a layer asks for its kernels, Python takes as long as they compute for a few rows. So the first of several
+    computes for all, by one call, and each of the others gives what was found if it gets what it was found for: the
+    very rows that the one before gave, unchanged, and the same arguments. Which layer follows is seen as they run.
+    """
+
+    run: _Run | None = None
+    place = 0  # of the layer of the run that comes next
+    last: tuple[Any, torch.Tensor] | None = None  # the layer that ran last, by a reference, and what it gave
+
+    def found_ahead(self, layer: Any, rows: torch.Tensor, how: dict[str, Any]) -> torch.Tensor | None:
+        """What the layer gives, if that is known."""
+        run, place = self.run, self.place
+        if run is None:
+            if self.last is not None and self.last[1] is rows and (before := self.last[0]()) is not None:
+                vars(before)["_next"] = weakref.ref(layer)
+            return None
+        if run.layers[place] is layer:
+            known, given = run.found[place - 1], [*how.values()]
+            is_known = known is rows and known._version == run.version and len(given) == len(run.how)
+            if is_known and all(map(is_, given, run.how)):
+                self.place += 1
+                if self.place == len(run.layers):
+                    self.run = None
+                return run.found[place]
+            vars(run.layers[place - 1])["is_end"] = True  # something happens between them
+        self.run = None
+        return None
+
+    def step(
+        self, layer: Any, ready: _Ready, rows: torch.Tensor, turns: Turns, mask: Any, cache: Any, how: dict[str, Any]
+    ) -> torch.Tensor:
+        """What the layer gives, whose kernels are ready; those that follow it are computed, too."""
+        layers, all_ready = [layer], [ready]
+        if rows.shape[0] * rows.shape[1] <= _MOST_AHEAD:
+            while (layer := _following(layer)) is not None and layer not in layers:
+                following = layer.ready(rows, turns, mask, cache)
+                if following is None or following.memory is None:
+                    break
+                layers.append(layer)
+                all_ready.append(following)
+        kernels, memories, updates = zip(*all_ready, strict=True)
+        found = step_layers(kernels, rows, turns, memories, updates)
+        self.run = _Run(layers, found, found[0]._version, [*how.values()]) if len(layers) > 1 else None
+        self.place, self.last = 1, (weakref.ref(layers[-1]), found[-1])
+        return found[0]
+
+
+_UNDER_WAY = _UnderWay()
+
+
+def _following(layer: Any) -> Any:
+    """The layer that follows, if nothing happens between them."""
+    following = None if layer.is_end or layer._next is None else layer._next()
+    only_reads = all(getattr(hook, "only_reads", False) for hook in layer._forward_hooks.values())
+    return None if following is None or not only_reads or following._forward_pre_hooks else following
+
+
+def _state(norms: list[PackedNorm], layers: list[PackedLinear], held: list[torch.Tensor]) -> list[Any]:
     """What may be changed in place: where weights lie, and how."""
-    tensors = [norm.factor for norm in norms]
-    tensors += [bias for layer in layers if (bias := layer._parameters["bias"]) is not None]
-    state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors]
-    return [*state, *(norm.eps for norm in norms), *(vars(layer)["product"] for layer in layers)]
+    state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
+    state += [norm.eps for norm in norms]
+    state += [id(norm.factor) for norm in norms]
+    return state + [vars(layer)["product"] for layer in layers]
 
 
-def _updates(layers: list[Any], rows: torch.Tensor) -> Any:
-    """What hooks add to these layers; `None` where they add nothing, and `False` where kernels cannot add it."""
-    pairs: list[Any] = [None] * len(layers)
+def _updates(looked: _Looked, rows: torch.Tensor) -> Any:
+    """What hooks add to the linear layers; `None` where they add nothing, and `False` where kernels cannot add it."""
+    pairs: list[Any] = [None] * len(looked.others)
     places = None
-    for number, layer in enumerate(layers):
-        for hook in layer._forward_hooks.values():
+    for number, hooks in enumerate(looked.others):
+        for hook in hooks.values() if hooks else ():
             if not hasattr(hook, "low_rank") or pairs[number] is not None:
                 return False
             if (found := hook.low_rank(rows)) is not None:

@@ -93,7 +93,8 @@ static inline __attribute__((always_inline)) void add_quads(int count, __m256i f
   }
 }
 
-// The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is inlined.
+// The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is
+// inlined.
 static inline __attribute__((always_inline)) void multiply_block(int bits, int rows, const uint8_t *weights, int groups,
                                                                  const int16_t *levels, const Scale *scales, float *out,
                                                                  int stride, int left) {
@@ -150,8 +151,8 @@ static inline int rows_of_pass(int left, int most) {
   return (left + passes - 1) / passes;
 }
 
-// The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under way
-// at once. Each has one order.
+// The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under
+// way at once. Each has one order.
 static inline __attribute__((always_inline)) void multiply_tile(int rows, int tiles, const uint16_t *weights, int width,
                                                                 const float *row, float *out, int stride, int left) {
   __m256 found[MOST_WIDE_ROWS * 4];  // in registers, if all loops over them are unrolled
@@ -311,8 +312,8 @@ void norm_rows(const float *rows, const float *factor, float *out, int count, in
 }
 
 // Turns heads by rotary embeddings, in place: the first `heads` times `width` numbers of each row of `stride` numbers.
-// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`, (heads,
-// width), each head is normed before.
+// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`,
+// (heads, width), each head is normed before.
 void turn_heads(float *rows, const float *cosines, const float *sines, const float *factors, int count, int heads,
                 int width, int stride, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (count * (size_t)stride > FEW)
@@ -426,9 +427,9 @@ static void attend(const float *query, const float *keys, const float *values, c
   }
 }
 
-// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] - 1
-// of `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple
-// of 8. Returns 1 where memory is missing, else 0.
+// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] -
+// 1 of `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a
+// multiple of 8. Returns 1 where memory is missing, else 0.
 int attend_rows(const float *query, const float *keys, const float *values, const int32_t *places, const int32_t *ends,
                 float *out, int rows, int of_each, int heads, int groups, int longest, int width,
                 const Strides *strides, float scaling, int threads) {
@@ -513,8 +514,8 @@ static void add_rows(const float *rows, float *found, const float *factor, float
   for (size_t i = 0; i < count * (size_t)width; i++) out[i] = rows[i] + found[i];
 }
 
-// What a layer makes of its `rows` (count, hidden) and of what was `attended` (count, queries * head_width), into `out`
-// (count, hidden). The others are those of `begin_layer`.
+// What a layer makes of its `rows` (count, hidden) and of what was `attended` (count, queries * head_width), into
+// `out` (count, hidden). The others are those of `begin_layer`.
 int end_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
               const float *attended, float *out, int count, int threads) {
   const int hidden = layer->hidden, inner = layer->inner, sizes[] = {inner, inner};
@@ -549,8 +550,9 @@ typedef struct {
 } Memory;
 
 // A whole layer, with the keys and values of its rows written where they go.
-int step_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
-               const float *cosines, const float *sines, const Memory *memory, float *out, int count, int threads) {
+static int step_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
+                      const float *cosines, const float *sines, const Memory *memory, float *out, int count,
+                      int threads) {
   const int size = layer->head_width, keys = layer->keys, queries = layer->queries, width = (queries + 2 * keys) * size;
   float *turned = malloc((size_t)count * (width + queries * size) * sizeof *turned);
   if (!turned) return 1;
@@ -574,4 +576,19 @@ int step_layer(const Layer *layer, const Update *updates, const int32_t *masks, 
       end_layer(layer, updates, masks, masked, rows, attended, out, count, threads);
   free(turned);
   return is_short;
+}
+
+// Layers one behind the other: `out` is what each gives, and `updates` are those of each.
+int step_layers(const Layer *const *layers, const Update *const *updates, const int32_t *masks, int masked,
+                const float *rows, const float *cosines, const float *sines, const Memory *memories, float *out,
+                int layer_count, int count, int threads) {
+  for (int l = 0; l < layer_count; l++) {
+    const int is_updated = updates[l] != NULL;
+    if (step_layer(layers[l], updates[l], masks, is_updated ? masked : 0, rows, cosines, sines, memories + l, out,
+                   count, threads))
+      return 1;
+    rows = out;
+    out += (size_t)count * layers[l]->hidden;
+  }
+  return 0;
 }

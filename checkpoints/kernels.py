@@ -74,7 +74,7 @@ _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float, "s": cty
 _ARGUMENTS = {
     "multiply_rows": "pppiiiii", "pick_rows": "pppiii", "norm_rows": "pppiifi", "turn_heads": "ppppiiiifi",
     "gate_rows": "ppiiii", "attend_rows": "ppppppiiiiiisfi", "begin_layer": "pppippppii", "end_layer": "pppipppii",
-    "step_layer": "pppipppppii",
+    "step_layers": "pppipppppiii",
 }  # fmt: skip
 
 
@@ -231,11 +231,6 @@ class LayerKernels:
         """What the layer makes of its rows `(..., H)` and of what was attended, `(..., all queries)`: `(..., H)`."""
         return self._run("end_layer", rows, updates, attended.data_ptr(), torch.empty_like(rows))
 
-    def step(self, rows: torch.Tensor, turns: Turns, memory: _Memory, updates: "Updates | None") -> torch.Tensor:
-        """The whole layer, on rows `(..., H)`: attention too, by what [`memory_of`] gave."""
-        pointers = turns[0].data_ptr(), turns[1].data_ptr(), ctypes.addressof(memory)
-        return self._run("step_layer", rows, updates, *pointers, torch.empty_like(rows))
-
     def _run(self, name: str, rows: torch.Tensor, updates: "Updates | None", *others: Any) -> torch.Tensor:
         found: torch.Tensor
         *pointers, found = others
@@ -247,6 +242,29 @@ class LayerKernels:
         return found
 
 
+def step_layers(
+    layers: Sequence[LayerKernels],
+    rows: torch.Tensor,
+    turns: Turns,
+    memories: Sequence[_Memory],
+    updates: Sequence["Updates | None"],
+) -> tuple[torch.Tensor, ...]:
+    """What each of several layers gives, one behind the other, on rows `(B, Q, H)`: attention too, by what
+    [`memory_of`] gave for each."""
+    with torch.inference_mode(False):  # a tensor whose version tells of changes
+        found = torch.empty(len(layers), *rows.shape)
+    many = ctypes.c_void_p * len(layers)
+    own = [(None, None, 0) if each is None else each.arguments for each in updates]
+    _, masks, masked = next((each for each in own if each[0] is not None), own[0])
+    if _library().step_layers(
+        many(*(layer._address for layer in layers)), many(*(each[0] for each in own)), masks, masked, rows.data_ptr(),
+        turns[0].data_ptr(), turns[1].data_ptr(), (_Memory * len(layers))(*memories), found.data_ptr(), len(layers),
+        rows.numel() // rows.shape[-1], torch.get_num_threads(),
+    ):  # fmt: skip
+        raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
+    return found.unbind()
+
+
 def memory_of(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -255,7 +273,7 @@ def memory_of(
     scaling: float,
     seen: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> _Memory:
-    """Where a cache holds keys and values, and what rows see of them, for [`LayerKernels.step`].
+    """Where a cache holds keys and values, and what rows see of them, for [`step_layers`].
 
     Args:
         keys, values: `(B, heads, C, D)` float32.

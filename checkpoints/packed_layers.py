@@ -209,7 +209,8 @@ class PackedNorm(nn.RMSNorm):
     def factor(self) -> torch.Tensor:
         """`(H,)`, what the normed rows are multiplied by."""
         if not self._added:
-            return self.weight
+            weight: torch.Tensor = self._parameters["weight"]  # type: ignore[assignment]
+            return weight
         if self.weight.requires_grad and torch.is_grad_enabled():
             return self._added + self.weight
         version = 0 if self.weight.is_inference() else self.weight._version

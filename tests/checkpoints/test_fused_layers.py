@@ -12,6 +12,7 @@ from transformers import DynamicCache, OlmoConfig, OlmoForCausalLM
 
 from wedlm_hf import add_mask_adapter, pack
 from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.checkpoints import fused_layer
 from wedlm_hf.checkpoints.fused_layer import FusedLayer
 from wedlm_hf.checkpoints.kernels import LayerKernels, has_kernels
 from wedlm_hf.checkpoints.packed_layers import PackedNorm
@@ -36,9 +37,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the kernels that compute layers, as they are called."""
+    """The names of the kernels that compute parts of layers, as they are called, and how many whole layers are."""
     found = []
-    for name in ("begin", "end", "step"):
+    step = fused_layer.step_layers
+    monkeypatch.setattr(
+        fused_layer, "step_layers", lambda layers, *args: found.append(len(layers)) or step(layers, *args)
+    )
+    for name in ("begin", "end"):
         own = getattr(LayerKernels, name)
 
         def call(self, *args, own=own, name=name):
@@ -122,7 +127,7 @@ def test_rows_of_a_step_have_the_bits_that_they_have_alone_and_masks_are_updated
     step = [*tree, Row(None, 11, 3), Row(None, 12, 4)]
     calls.clear()
     found = step_of(model, step, 4, prompt, 2)
-    assert calls == ["begin", "end"] * 2 + ["step"] * 2
+    assert calls == ["begin", "end"] * 2 + [2]
     assert is_close(found, step_of(plain, step, 4, prompt, 2))
     assert found[:4].equal(step_of(model, tree, 4, prompt, None))
     alone = [[tree[0]], [*tree[:2]], [*tree[:3]]]
@@ -132,6 +137,79 @@ def test_rows_of_a_step_have_the_bits_that_they_have_alone_and_masks_are_updated
     for up in without.mask_adapter.up.values():
         torch.nn.init.zeros_(up)
     assert not is_close(found[4:], step_of(without, step, 4, prompt, 2)[4:])
+
+
+def nothing(layers):
+    pass
+
+
+def replace_output(layers):
+    layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def change_output_in_place(layers):
+    layers[1].register_forward_hook(lambda module, args, output: output.mul_(1.5))
+
+
+def change_output_in_place_unseen(layers):
+    def change(module, args, output):
+        output.mul_(1.5)
+
+    change.only_reads = True  # which is not so, as where a model changes rows between layers
+    layers[1].register_forward_hook(change)
+
+
+def change_input(layers):
+    layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+
+
+def change_argument(layers):
+    def forget(module, args, how):
+        return args, {**how, "position_embeddings": tuple(each * 0.9 for each in how["position_embeddings"])}
+
+    own = layers[2].forward
+    layers[2].forward = lambda rows, **how: own(rows, **forget(None, None, how)[1])
+
+
+def exchange_layers(layers):
+    layers[1], layers[2] = layers[2], layers[1]
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
+
+
+def change_another_layer(layers):
+    def change(module, args, output):
+        layers[3].input_layernorm.weight.fill_(0.3)
+
+    layers[0].register_forward_hook(change)
+
+
+BETWEEN = [
+    nothing, replace_output, change_output_in_place, change_output_in_place_unseen, change_input, change_argument,
+    exchange_layers, change_another_layer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", BETWEEN)
+def test_layers_that_follow_are_computed_by_one_call_and_what_happens_between_them_counts(
+    change, mode, calls, monkeypatch
+):
+    model = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8)
+    step, prompt = [Row(5, 9, -1), Row(6, 10, 0)], IDS[0].tolist()
+    with mode():
+        before = [step_of(model, step, 2, prompt, None) for _ in range(2)]
+        assert before[0].equal(before[1]) and [each for each in calls if isinstance(each, int)] == [1] * 4 + [4]
+        plain = copy.deepcopy(model)  # a copy has seen no layer run
+        for each in (model, plain):
+            with torch.no_grad():
+                change(each.model.layers)
+        found = [step_of(model, step, 2, prompt, None) for _ in range(3)]
+        monkeypatch.setattr(fused_layer, "_MOST_AHEAD", 0)
+        calls.clear()
+        expected = [step_of(plain, step, 2, prompt, None) for _ in range(3)]
+        assert set(calls) <= {"begin", "end", 1}
+    assert all(map(torch.equal, found, expected)) and expected[0].equal(before[0]) == (change is nothing)
 
 
 def hook_projection(model):
