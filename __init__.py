@@ -7,6 +7,7 @@ The four sub-packages are the library: `modeling_wedlm` (model, conversion, Hub 
 `wedlm` reads its words first: it registers what it needs when it runs.
 """
 
+import gc
 import logging
 import sys
 from importlib import import_module
@@ -79,15 +80,18 @@ def __dir__() -> list[str]:
 
 def register() -> None:
     """Makes the model known to the Auto classes of transformers, and mask adapters to PEFT where it is installed."""
-    import_module(".modeling_wedlm", __name__)
-    if find_spec("peft") is not None:
-        others = logging.getLogger("bitsandbytes")
-        level = others.level
-        others.setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel that nobody has asked for
-        try:
+    others, collects = logging.getLogger("bitsandbytes"), gc.isenabled()
+    level = others.level
+    gc.disable()  # what is imported stays: the search for garbage among it would take a sixth of the time
+    try:
+        import_module(".modeling_wedlm", __name__)
+        if find_spec("peft") is not None:
+            others.setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel that nobody has asked for
             import_module(".adapters.peft_method", __name__)
-        finally:
-            others.setLevel(level)
+    finally:
+        others.setLevel(level)
+        if collects:
+            gc.enable()
 
 
 if __name__ == "wedlm_hf" and "wedlm_cli" not in sys.modules:  # not where pytest imports this file by another name

@@ -28,7 +28,7 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-WINDOW = {"sliding_window": 16}  # shorter than the longest prompts, and crossed behind those of 9 tokens and more
+WINDOW = {"sliding_window": 16}  # shorter than the longest prompts, and crossed behind those of 12 tokens and more
 HEADS = {"head_dim": 8}
 GEMMA = HEADS | WINDOW | {"query_pre_attn_scalar": 8}
 EXPERTS = HEADS | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -111,20 +111,20 @@ def prompt(length: int) -> torch.Tensor:
 
 def equal_parts(model: Any) -> Iterator[str]:
     """Which of `WHAT` verified decoding does exactly as plain `generate`."""
-    length: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": 96}
+    length: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": 96}
     greedy = length | {"do_sample": False}
     exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact"}
     drafting = exact | {"window_size": 3}
 
-    lengths = (4, 9, 22)
+    lengths = (4, 12, 22)
     plain = {size: model.generate(prompt(size), **greedy) for size in lengths}
-    if torch.equal(model.generate(prompt(9), **greedy, **drafting), plain[9]):
+    if torch.equal(model.generate(prompt(12), **greedy, **drafting), plain[12]):
         yield "greedy"
     # A seed gives the same sample, whatever was drafted.
     samples = []
     for how in (drafting, exact | {"slot_cost": 1e9}):
         torch.manual_seed(7)
-        samples.append(model.generate(prompt(9), do_sample=True, top_k=0, **length, **how))
+        samples.append(model.generate(prompt(12), do_sample=True, top_k=0, **length, **how))
     if torch.equal(*samples):
         yield "sampled"
     ids, mask = torch.zeros(3, 22, dtype=torch.long), torch.zeros(3, 22, dtype=torch.long)
@@ -154,7 +154,7 @@ VERSION = f"transformers {transformers.__version__}"
 
 def what_runs(name: str) -> list[str]:
     """A cell for each of `RUNS`, seen on a tiny model; of GGUF, whether transformers has a map of its tensors."""
-    greedy: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": 96, "do_sample": False}
+    greedy: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": 96, "do_sample": False}
     drafting = {"strategy": "wedlm", "verification": "exact", "window_size": 3}
     seen = [
         "decodes, no training" if UNTRAINED in FAMILIES[name][1] else "trains, decodes",

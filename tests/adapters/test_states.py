@@ -125,7 +125,7 @@ def test_verified_decoding_is_plain_generate(name, monkeypatch):
     model = adapted(name)
     targets = ", ".join(f"`{target}`" for target in model.mask_adapter.settings.target_modules)
     assert any(line.endswith(f" | {targets} |") for line in lines_of(name))
-    size = (200, 64) if TEXTS > 2 else (40, 16)
+    size = (200, 64) if TEXTS > 2 else (40, 12)
     found = [check_text(model, number, monkeypatch, *size) for number in range(TEXTS)]
     tokens, often, seldom = map(sum, zip(*found, strict=True))
     print(f"{name}: {TEXTS} texts of {tokens} tokens; {often} forwards with drafts right by 90 %, {seldom} by 30 %")

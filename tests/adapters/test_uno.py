@@ -111,7 +111,7 @@ def new_tokens(model: Any, prompts: list[list[int]], **how: Any) -> list[list[in
     mask = torch.nn.utils.rnn.pad_sequence(
         [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
     )
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=24, pad_token_id=PAD, **how)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=16, pad_token_id=PAD, **how)
     found = output[:, ids.shape[1] :].tolist()
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in found]
 
@@ -133,7 +133,7 @@ def test_one_forward_drafts_what_their_two_forwards_draft_and_the_text_is_the_ba
     folder, seen = saved(tmp_path, shape), []
     model, oracle = build(shape), TwoForwards(build(shape), folder, NoiseRun(mask_token_id=MASK))
     expected = [new_tokens(model, [prompt], do_sample=False)[0] for prompt in PROMPTS]
-    assert [oracle.decode(prompt, 24) for prompt in PROMPTS] == expected
+    assert [oracle.decode(prompt, 16) for prompt in PROMPTS] == expected
     load_mask_adapter(model, folder, mask_token_id=MASK)
     add = AdapterMasks.add
 
@@ -167,7 +167,7 @@ def test_drafts_that_are_right_are_accepted_and_noise_of_each_kind_changes_no_te
         load_mask_adapter(base, folder, mask_token_id=MASK, noise=noise)
         state = torch.get_rng_state()
         output = base.generate(
-            torch.tensor(PROMPTS[:1]), max_new_tokens=24, do_sample=False, return_dict_in_generate=True, **VERIFIED
+            torch.tensor(PROMPTS[:1]), max_new_tokens=16, do_sample=False, return_dict_in_generate=True, **VERIFIED
         )
         assert torch.get_rng_state().equal(state)
         assert output.sequences[:, 4:].tolist() == expected
@@ -185,7 +185,7 @@ def test_samples_are_those_of_ar_decoding_and_the_same_call_takes_the_same_forwa
         assert found == [found[0]] * len(found)
     ids, forwards = torch.tensor(PROMPTS[:1]), []
     for _ in range(2):
-        output = model.generate(ids, max_new_tokens=24, do_sample=False, return_dict_in_generate=True, **VERIFIED)
+        output = model.generate(ids, max_new_tokens=16, do_sample=False, return_dict_in_generate=True, **VERIFIED)
         forwards.append((output.stats.forwards.tolist(), output.stats.drafted.tolist()))
     assert forwards[0] == forwards[1]
 
@@ -201,7 +201,7 @@ def test_a_lora_of_the_user_beside_it_and_packed_layers_keep_their_own_text(tmp_
     for model in (first, second):
         rows = [torch.tensor([prompt]) for prompt in PROMPTS]
         found = [
-            model.generate(input_ids=ids, max_new_tokens=24, do_sample=False, **VERIFIED)[0, ids.shape[1] :].tolist()
+            model.generate(input_ids=ids, max_new_tokens=16, do_sample=False, **VERIFIED)[0, ids.shape[1] :].tolist()
             for ids in rows
         ]
         assert [row[: len(own)] for row, own in zip(found, expected, strict=True)] == expected

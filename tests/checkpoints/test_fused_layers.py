@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_fused import gemma3, qwen2
+from test_fused import gemma3, qwen2, unmeasured  # noqa: F401
 from tiny import tiny_llama, tiny_model
 from transformers import DynamicCache, OlmoConfig, OlmoForCausalLM
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from wedlm_hf.generation import threads
 pytestmark = pytest.mark.skipif(threads._starter() is None, reason="OpenMP is not libgomp, or was told how to wait")
 
 # Seconds that other threads than this one compute while it pauses between two products.
-PROGRAM = """
+PROGRAM = f"""
 import torch  # before anything of ours could set a variable that OpenMP reads
-import time
-from wedlm_hf.generation import threads
+import sys, time
+sys.path.append({str(Path(threads.__file__).parent)!r})  # the package's import takes long
+import threads
 threads.PAUSE = threads.LINGER = 0.01
 others = 0  # cores
 threads._watch.usage.look = lambda: others

@@ -122,6 +122,8 @@ def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, versi
 # on a stock one give one warning; then something deep inside has another signature. Below it: what moved away, and
 # what a person types.
 OTHER_VERSIONS = """
+import gc
+gc.disable()  # what is imported stays
 import logging, re, sys, torch, transformers, peft
 model_class = transformers.Qwen3Model  # puts another module into sys.modules
 sys.modules["transformers"].__version__ = "6.0.0.dev0"

@@ -34,7 +34,9 @@ VARIANTS = {"qwen3": "1GB", "qwen2.5": "40KB"}  # style of the weights, largest 
 
 # Runs in a process of its own that cannot import our package: for every job, load, generate, save.
 CLEAN_PROCESS = """
-import json, sys
+import gc, json, sys
+
+gc.disable()  # what is imported stays
 
 sys.modules["wedlm_hf"] = None
 import torch

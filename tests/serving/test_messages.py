@@ -85,7 +85,7 @@ def answered(text, parser, *, stops=(), limit=ENOUGH, sizes=(1,)):
     return items, answer
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     WRITTEN,
     st.sampled_from(sorted(PARSERS)),
@@ -288,7 +288,7 @@ def speaker():
         yield server
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from([*SPECIAL, "1", "23 ", "\n", "é"]), max_size=8),
     st.lists(CUT, max_size=4),
@@ -338,7 +338,7 @@ def endpoint_of(template):
     return ChatEndpoint(ServedModel(NAME, MODEL, tokenizer, {"strategy": "ar"}))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(NAMES), st.lists(MESSAGE, min_size=1, max_size=5))
 def test_a_message_is_in_the_prompt_or_refused_by_its_name(name, messages):
     endpoint = endpoint_of((TEMPLATES / f"{name}.jinja").read_text())

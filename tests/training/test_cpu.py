@@ -14,10 +14,10 @@ import resource, runpy
 import torch
 
 def faults():
-    for step in range(12):
-        if step == 6:  # the heap has grown to what two tensors need
+    for step in range(8):
+        if step == 4:  # the heap has grown to what two tensors need
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        logits = torch.ones(2**24)
+        logits = torch.ones(9 * 2**20)  # more than the 32 MiB that glibc may keep by itself
         probabilities = logits + 1
         del logits, probabilities
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -29,7 +29,7 @@ print(faults())
 
 
 def faults(**environment: str) -> list[int]:
-    """Pages that the system clears in six steps, each of which makes two tensors of 64 MiB and frees them: by
+    """Pages that the system clears in four steps, each of which makes two tensors of 36 MiB and frees them: by
     default, and when freed memory is to be kept."""
     command = [sys.executable, "-c", FAULTS]
     run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True)

@@ -97,7 +97,7 @@ def test_after_kills_and_full_disks_in_the_middle_of_checkpoints_training_resume
     assert [path.name for path in folder.glob("*/")] == ["checkpoint-4"]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     rows=st.integers(3, 6), batch=st.integers(1, 3), accumulation=st.integers(1, 2), steps=st.integers(2, 6),
     cut=st.integers(1, 5),
