@@ -1,10 +1,12 @@
 """How options are made of the fields of dataclasses, and those that commands share: prompts, loading, decoding."""
 
+import gc
 import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from itertools import zip_longest
@@ -14,7 +16,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 from typer.models import ArgumentInfo
 
 from ..checkpoints import NANO
@@ -67,12 +68,19 @@ class PromptOptions:
         return given or list(DEMO_PROMPTS)
 
 
-def loading_shown(checkpoint: str | None) -> Status:
+@contextmanager
+def loading_shown(checkpoint: str | None) -> Iterator[None]:
     """Says on a terminal that a model is loaded, from the first moment on: importing torch takes seconds, and so does
-    finding the format that this machine multiplies fastest, once."""
+    finding the format that this machine multiplies fastest, once. Nobody looks for garbage meanwhile, since what is
+    imported and loaded stays: that would take a tenth of the time."""
     name = NANO.name if checkpoint is None else checkpoint
     said = f"Loading {escape(name)} (once for each model, this machine's fastest format is looked for)"
-    return Console(stderr=True).status(said)
+    gc.disable()
+    try:
+        with Console(stderr=True).status(said):
+            yield
+    finally:
+        gc.enable()
 
 
 def _is_no_fallback(record: logging.LogRecord) -> bool:
