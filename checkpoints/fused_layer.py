@@ -51,7 +51,7 @@ class FusedLayer(Fused):
     needs_kernels = True
     _looked: _Looked | None
     _next: Any = None  # a reference to the layer that follows, once it has run
-    is_end = False  # something happens between this layer and the next one
+    _is_end = False  # something happens between this layer and the next one
 
     def prepare(self: Any) -> _Looked:
         """Raises `AttributeError` or `TypeError` for other layers."""
@@ -231,7 +231,9 @@ class _UnderWay(threading.local):
                 if self.place == len(run.layers):
                     self.run = None
                 return run.found[place]
-            vars(run.layers[place - 1])["is_end"] = True  # something happens between them
+            vars(run.layers[place - 1])["_is_end"] = True  # something happens between them
+        elif run.found[place - 1] is rows:  # another layer than the last time
+            vars(run.layers[place - 1])["_next"] = weakref.ref(layer)
         self.run = None
         return None
 
@@ -259,7 +261,7 @@ _UNDER_WAY = _UnderWay()
 
 def _following(layer: Any) -> Any:
     """The layer that follows, if nothing happens between them."""
-    following = None if layer.is_end or layer._next is None else layer._next()
+    following = None if layer._is_end or layer._next is None else layer._next()
     only_reads = all(getattr(hook, "only_reads", False) for hook in layer._forward_hooks.values())
     return None if following is None or not only_reads or following._forward_pre_hooks else following
 

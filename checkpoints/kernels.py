@@ -105,9 +105,9 @@ def pick_rows(places: torch.Tensor, blocks: torch.Tensor, outputs: int) -> torch
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         flat = places.flatten()
         near = from_blocks(blocks[flat // OUTPUTS], OUTPUTS * len(flat), 8).view(-1, OUTPUTS, width)
-        return near[torch.arange(len(flat)), flat % OUTPUTS].view(*places.shape, width)
+        return near[torch.arange(len(flat), device="cpu"), flat % OUTPUTS].view(*places.shape, width)
     places = places.contiguous()
-    found = torch.empty(*places.shape, width)
+    found = torch.empty(*places.shape, width, dtype=torch.float32, device="cpu")
     if _library().pick_rows(places.data_ptr(), blocks.data_ptr(), found.data_ptr(), places.numel(), outputs, width):
         raise IndexError(f"There are {outputs} rows, got {int(places.min())} to {int(places.max())}.")
     return found
@@ -252,7 +252,7 @@ def step_layers(
     """What each of several layers gives, one behind the other, on rows `(B, Q, H)`: attention too, by what
     [`memory_of`] gave for each."""
     with torch.inference_mode(False):  # a tensor whose version tells of changes
-        found = torch.empty(len(layers), *rows.shape)
+        found = torch.empty(len(layers), *rows.shape, dtype=torch.float32, device="cpu")
     many = ctypes.c_void_p * len(layers)
     own = [(None, None, 0) if each is None else each.arguments for each in updates]
     _, masks, masked = next((each for each in own if each[0] is not None), own[0])

@@ -212,6 +212,19 @@ def test_layers_that_follow_are_computed_by_one_call_and_what_happens_between_th
     assert all(map(torch.equal, found, expected)) and expected[0].equal(before[0]) == (change is nothing)
 
 
+@torch.no_grad()
+def test_layers_in_another_order_are_computed_together_again(calls):
+    model = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8)
+    step, prompt = [Row(5, 9, -1), Row(6, 10, 0)], IDS[0].tolist()
+    for _ in range(2):
+        step_of(model, step, 2, prompt, None)
+    exchange_layers(model.model.layers)
+    for _ in range(4):
+        calls.clear()
+        step_of(model, step, 2, prompt, None)
+    assert calls == ["begin", "end"] * 4 + [4]
+
+
 def hook_projection(model):
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
 
