@@ -273,6 +273,26 @@ def test_a_gguf_file_of_a_hybrid_carries_a_mask_adapter(tmp_path):
     assert torch.equal(found.generate(prompt, **options, **how), expected)
 
 
+def test_what_a_file_states_behind_its_vocabulary_is_read(tmp_path):
+    writer = GGUFWriter(tmp_path / "file.gguf", "llama")
+    writer.add_array("few", [3, 1, 2])
+    for name, value in {"floats": 0.5, "bools": True, "integers": -1, "strings": "añ"}.items():
+        writer.add_array(name, [value] * 5000)
+        writer.add_uint32(f"behind {name}", 7)
+    writer.add_array("names", ["one", "two"])
+    writer.add_string("last", "end")
+    writer.add_tensor("weight", np.arange(6, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with parsed_once():
+        reader = gguf.GGUFReader(str(tmp_path / "file.gguf"))
+    assert reader.fields["few"].contents() == [3, 1, 2] and reader.fields["last"].contents() == "end"
+    assert all(reader.fields[f"behind {name}"].contents() == 7 for name in ("floats", "bools", "integers", "strings"))
+    assert reader.tensors[0].data.tolist() == [0, 1, 2, 3, 4, 5] and not reader.fields["strings"].data
+
+
 def test_a_gguf_file_is_parsed_once_and_its_tokenizer_knows_its_template_its_ends_and_a_padding_of_its_own(
     tmp_path, file, monkeypatch
 ):
