@@ -253,7 +253,7 @@ def load_mask_adapter(
     if is_trainable:
         train_alone(model)
     else:
-        # Packed, the adapter is copied anyway: its own weights stay as small as in their file.
+        # Packed, the adapter is copied anyway: its own weights stay as small as in their file, which has one dtype.
         stored_in = [weight.dtype for weight in stored.weights.values() if weight.is_floating_point()]
         adapter.to(stored_in[0] if model._is_packed else model.dtype).requires_grad_(False)
         if model._is_packed:  # or the first answer would wait while the copy is made

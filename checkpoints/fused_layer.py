@@ -3,7 +3,6 @@
 `B` sequences, `Q` rows of each.
 """
 
-import threading
 import weakref
 from collections.abc import Callable
 from itertools import chain, repeat
@@ -36,7 +35,6 @@ class _Looked(NamedTuple):
     kinds: list[type]  # of these modules
     own: list[dict[str, Any]]  # their attributes, without a forward of their own among them
     hooks: list[dict[Any, Any]]  # which were empty
-    others: list[dict[Any, Any]]  # hooks of `layers`, which may be a mask adapter's
     norms: list[PackedNorm]
     of_heads: torch.Tensor | None  # of queries' and keys' norms, joined
     held: list[torch.Tensor]  # factors of norms, and biases
@@ -94,12 +92,11 @@ class FusedLayer(Fused):
         modules = [each for owner in owners for each in owner.values() if isinstance(each, nn.Module)]
         owners += [each._parameters for each in modules]
         found = [each for owner in owners for each in owner.values()]
-        others = [each._forward_hooks for each in layers]
-        apart = [*map(id, others), id(attention._forward_hooks)]  # which are looked at one by one
-        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in apart]
+        others = [id(each._forward_hooks) for each in (attention, *layers)]  # which are looked at one by one
+        hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
         kinds, own = [*map(type, modules)], [*map(vars, modules)]
         held = [*(norm.factor for norm in norms), *(bias for bias in biases if bias is not None)]
-        where = owners, found, modules, kinds, own, hooks, others, norms, of_heads, held, _state(norms, layers, held)
+        where = owners, found, modules, kinds, own, hooks, norms, of_heads, held, _state(norms, layers, held)
         self._looked = looked = _Looked(kernels, layers, *where)
         return looked
 
@@ -125,54 +122,54 @@ class FusedLayer(Fused):
             is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
             is_same = is_same and looked.state == _state(looked.norms, looked.layers, looked.held)
             return looked if is_same else self.prepare()
-        except (AttributeError, TypeError):  # it cannot be prepared any more
+        except (AttributeError, KeyError, TypeError):  # it cannot be prepared any more
             return None
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         """The base's, on `(B, Q, hidden size)`."""
-        turns: Any = how.get("position_embeddings")
         ready: _Ready | None = None
-        is_known = not args and turns is not None and self.has_kernels and not self.training
+        is_known = not args and how.get("position_embeddings") is not None and self.has_kernels and not self.training
         if is_known and takes(hidden_states) and hidden_states.ndim == 3:
-            if (found := _UNDER_WAY.found_ahead(self, hidden_states, how)) is not None:
+            caches = [each for each in how.values() if hasattr(each, "room")]
+            cache = caches[0] if len(caches) == 1 else None
+            ahead = None if cache is None else _ahead_in(self, cache)
+            if ahead is not None and (found := ahead.found(self, hidden_states, how)) is not None:
                 return found
-            turns = turns_of(turns, hidden_states, self._modules["self_attn"].head_dim)
-            rows, mask = hidden_states.contiguous(), how.get("attention_mask")
-            rooms = [each for each in how.values() if hasattr(each, "room")]
-            ready = None if turns is None else self.ready(rows, turns, mask, rooms[0] if len(rooms) == 1 else None)
+            ready = self.ready(hidden_states, how, cache)
         if ready is None:
             own: Any = super()
             output: torch.Tensor = own.forward(hidden_states, *args, **how)
             return output
-        if ready.memory is not None:
-            return _UNDER_WAY.step(self, ready, rows, turns, mask, rooms[0], how)
+        rows, mask = hidden_states.contiguous(), how.get("attention_mask")
+        if ahead is not None and ready.memory is not None:
+            return ahead.step(self, ready, rows, how, cache)
         for name in ("attention_mask", "position_embeddings"):
             how.pop(name, None)
-        states = self.self_attn.split(ready.kernels.begin(rows, turns, ready.updates))
+        states = self.self_attn.split(ready.kernels.begin(rows, ready.turns, ready.updates))
         attended, _ = self.self_attn.attend(*states, mask, True, how)
         return ready.kernels.end(rows, attended.contiguous(), ready.updates)
 
-    def ready(self: Any, rows: torch.Tensor, turns: Turns, mask: Any, cache: Any) -> "_Ready | None":
-        """What the kernels need for rows `(B, Q, H)`; `None` where they are not for them."""
+    def ready(self: Any, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> "_Ready | None":
+        """What the kernels need for rows `(B, Q, H)` and the layer's other arguments; `None` where they are not for
+        them. `cache` is one of these, if it may have room for kernels."""
         if not self.has_kernels or self.training or (looked := self.look()) is None:
             return None
         attention = self._modules["self_attn"]
         sequences, count, width = rows.shape
-        if width != looked.kernels.hidden or turns[0].shape[-1] != attention.head_dim:
-            return None
-        if (updates := _updates(looked, rows)) is False:
+        turns = turns_of(how["position_embeddings"], rows, attention.head_dim)
+        if width != looked.kernels.hidden or turns is None or (updates := _updates(looked, rows)) is False:
             return None
         room = None if cache is None else cache.room(attention.layer_idx)
         memory: Any = None
         if room is not None:
             keys, values, slots, longest = room
-            seen = attention.seen(mask, sequences, count, longest)
+            seen = attention.seen(how.get("attention_mask"), sequences, count, longest)
             most, *shape = keys.shape[0], keys.shape[1], keys.shape[3]
             is_fitting = shape == [attention._heads[1], attention.head_dim] and values.shape == keys.shape
             if seen is not False and is_fitting and most >= sequences and is_plain(keys) and is_plain(values):
                 is_fitting = slots.shape == (sequences, count)
                 memory = memory_of(keys, values, slots, longest, attention.scaling, seen) if is_fitting else None
-        return _Ready(looked.kernels, memory, updates)
+        return _Ready(looked.kernels, turns, memory, updates)
 
     def suits_kernels(self: Any) -> bool:
         """Whether its parts have kernels."""
@@ -191,6 +188,7 @@ class _Ready(NamedTuple):
     """What the kernels of a layer need for some rows."""
 
     kernels: LayerKernels
+    turns: Turns
     memory: Any  # where its keys and values go; `None` where a cache stores them by itself
     updates: Updates | None
 
@@ -199,71 +197,83 @@ class _Run(NamedTuple):
     """Layers that were computed ahead."""
 
     layers: list[Any]
-    found: tuple[torch.Tensor, ...]  # what each gives
-    version: int  # of these, while nobody changed them
+    found: list[torch.Tensor]  # what each gives
     how: list[Any]  # the arguments of all
 
 
-class _UnderWay(threading.local):
-    """A thread's forward.
+class _Ahead:
+    """The layers of a step that were computed ahead.
 
     Before a layer asks for its kernels, Python takes as long as they compute for a few rows. So the first of several
     computes for all, by one call, and each of the others gives what was found if it gets what it was found for: the
-    very rows that the one before gave, unchanged, and the same arguments. Which layer follows is seen as they run.
+    very rows that the one before gave, unchanged, and the same arguments. Else it computes anew, and what it stores in
+    the cache takes the place of what was stored there. Which layer follows, a layer learns as they run (`_next`).
     """
 
-    run: _Run | None = None
-    place = 0  # of the layer of the run that comes next
-    last: tuple[Any, torch.Tensor] | None = None  # the layer that ran last, by a reference, and what it gave
+    def __init__(self) -> None:
+        self.run: _Run | None = None
+        self.place = 0  # of the layer of the run that comes next
+        self.last: tuple[Any, torch.Tensor] | None = None  # the layer that ran last, and what it gave
+        self.done: list[Any] = []  # layers that ran: what they stored stays
 
-    def found_ahead(self, layer: Any, rows: torch.Tensor, how: dict[str, Any]) -> torch.Tensor | None:
+    def found(self, layer: Any, rows: torch.Tensor, how: dict[str, Any]) -> torch.Tensor | None:
         """What the layer gives, if that is known."""
         run, place = self.run, self.place
-        if run is None:
-            if self.last is not None and self.last[1] is rows and (before := self.last[0]()) is not None:
-                vars(before)["_next"] = weakref.ref(layer)
-            return None
-        if run.layers[place] is layer:
-            known, given = run.found[place - 1], [*how.values()]
-            is_known = known is rows and known._version == run.version and len(given) == len(run.how)
-            if is_known and all(map(is_, given, run.how)):
-                self.place += 1
+        before, given = self.last or (None, None)
+        if run is not None and run.layers[place] is layer:
+            values = [*how.values()]
+            is_same = given is rows and rows._version == 0 and len(values) == len(run.how)
+            if is_same and all(map(is_, values, run.how)):
+                self.place, self.last = place + 1, (layer, run.found[place])
+                self.done.append(layer)
                 if self.place == len(run.layers):
                     self.run = None
                 return run.found[place]
-            vars(run.layers[place - 1])["_is_end"] = True  # something happens between them
-        elif run.found[place - 1] is rows:  # another layer than the last time
-            vars(run.layers[place - 1])["_next"] = weakref.ref(layer)
+            vars(before)["_is_end"] = True  # something happens between them
+        elif given is rows:
+            vars(before)["_next"] = weakref.ref(layer)  # a module would take it for a part
         self.run = None
         return None
 
-    def step(
-        self, layer: Any, ready: _Ready, rows: torch.Tensor, turns: Turns, mask: Any, cache: Any, how: dict[str, Any]
-    ) -> torch.Tensor:
+    def step(self, layer: Any, ready: _Ready, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> torch.Tensor:
         """What the layer gives, whose kernels are ready; those that follow it are computed, too."""
         layers, all_ready = [layer], [ready]
+        self.done.append(layer)
         if rows.shape[0] * rows.shape[1] <= _MOST_AHEAD:
-            while (layer := _following(layer)) is not None and layer not in layers:
-                following = layer.ready(rows, turns, mask, cache)
+            while (layer := _following(layer)) is not None and layer not in layers and layer not in self.done:
+                following = layer.ready(rows, how, cache)
                 if following is None or following.memory is None:
                     break
                 layers.append(layer)
                 all_ready.append(following)
-        kernels, memories, updates = zip(*all_ready, strict=True)
-        found = step_layers(kernels, rows, turns, memories, updates)
-        self.run = _Run(layers, found, found[0]._version, [*how.values()]) if len(layers) > 1 else None
-        self.place, self.last = 1, (weakref.ref(layers[-1]), found[-1])
+        kernels, turns, memories, updates = zip(*all_ready, strict=True)
+        found = step_layers(kernels, rows, turns[0], memories, updates)
+        self.run = _Run(layers, found, [*how.values()]) if len(layers) > 1 else None
+        self.place, self.last = 1, (layers[0], found[0])
         return found[0]
 
 
-_UNDER_WAY = _UnderWay()
+def _ahead_in(layer: Any, cache: Any) -> _Ahead | None:
+    """The step's own, which is kept on its slots and ends with them; `None` where a cache stores by itself."""
+    number = getattr(layer._modules.get("self_attn"), "layer_idx", None)
+    room = None if number is None else cache.room(number)
+    if room is None:
+        return None
+    slots: Any = room[2]
+    found: _Ahead | None = getattr(slots, "layers_ahead", None)
+    if found is None:
+        slots.layers_ahead = found = _Ahead()
+    return found
 
 
 def _following(layer: Any) -> Any:
-    """The layer that follows, if nothing happens between them."""
+    """The layer that follows, if nothing happens between them. Hooks may state that they only read (`only_reads`), as
+    those do that record what layers give."""
     following = None if layer._is_end or layer._next is None else layer._next()
-    only_reads = all(getattr(hook, "only_reads", False) for hook in layer._forward_hooks.values())
-    return None if following is None or not only_reads or following._forward_pre_hooks else following
+    for hook in layer._forward_hooks.values():
+        if not getattr(hook, "only_reads", False) and getattr(hook, "__module__", None) != _RECORDER:
+            return None
+    return None if following is None or following._forward_pre_hooks else following
 
 
 def _state(norms: list[PackedNorm], layers: list[PackedLinear], held: list[torch.Tensor]) -> list[Any]:
@@ -276,10 +286,10 @@ def _state(norms: list[PackedNorm], layers: list[PackedLinear], held: list[torch
 
 def _updates(looked: _Looked, rows: torch.Tensor) -> Any:
     """What hooks add to the linear layers; `None` where they add nothing, and `False` where kernels cannot add it."""
-    pairs: list[Any] = [None] * len(looked.others)
+    pairs: list[Any] = [None] * len(looked.layers)
     places = None
-    for number, hooks in enumerate(looked.others):
-        for hook in hooks.values() if hooks else ():
+    for number, layer in enumerate(looked.layers):
+        for hook in layer._forward_hooks.values():
             if not hasattr(hook, "low_rank") or pairs[number] is not None:
                 return False
             if (found := hook.low_rank(rows)) is not None:

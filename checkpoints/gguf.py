@@ -23,6 +23,7 @@ _STATED = {
 }  # fmt: skip
 _ROWS = 256  # of a matrix, dequantized together
 _LONGEST = 4096  # array of numbers that is none of the vocabulary
+_TOKENS = "tokenizer.ggml.tokens"
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 # What was made within [`parsed_once`], by folder and options.
 _TOKENIZERS: dict[tuple[str, str], PreTrainedTokenizerBase] = {}
@@ -59,16 +60,22 @@ def parsed_once() -> Iterator[None]:
 
 
 def _reader_class(kind: Any) -> Any:
-    """gguf's reader, which passes over the vocabulary: transformers reads it by means of its own, and an array for
-    every token takes a second."""
+    """gguf's reader, which passes over the vocabulary: transformers makes the tokenizer by means of its own, and of
+    what this one reads it counts the tokens. An array for each of them would take a second."""
     kinds: Any = import_module("gguf").GGUFValueType
 
     class Reader(kind):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if (tokens := self.fields.get(_TOKENS)) is not None and not tokens.data:
+                self.fields[_TOKENS] = tokens._replace(data=[len(tokens.parts) - 1] * int(tokens.parts[-1][0]))
+
         def _get_field_parts(self, offset: int, kind: int) -> Any:
             if kind == kinds.ARRAY and self.byte_order == "I":  # this machine's order
                 held, count = struct.unpack_from("=IQ", self.data, offset)
                 if held == kinds.STRING or count > _LONGEST:
-                    return self._end_of(offset + 12, held, count) - offset, [], [], [kinds.ARRAY, kinds(held)]
+                    size, counted = self._end_of(offset + 12, held, count) - offset, np.array([count], np.uint64)
+                    return size, [counted], [], [kinds.ARRAY, kinds.UINT64]
             return super()._get_field_parts(offset, kind)
 
         def _end_of(self, place: int, held: int, count: int) -> int:

@@ -578,17 +578,15 @@ static int step_layer(const Layer *layer, const Update *updates, const int32_t *
   return is_short;
 }
 
-// Layers one behind the other: `out` is what each gives, and `updates` are those of each.
+// Layers one behind the other. Each has its own updates, memory and rows that it gives.
 int step_layers(const Layer *const *layers, const Update *const *updates, const int32_t *masks, int masked,
-                const float *rows, const float *cosines, const float *sines, const Memory *memories, float *out,
+                const float *rows, const float *cosines, const float *sines, const Memory *memories, float *const *out,
                 int layer_count, int count, int threads) {
   for (int l = 0; l < layer_count; l++) {
     const int is_updated = updates[l] != NULL;
-    if (step_layer(layers[l], updates[l], masks, is_updated ? masked : 0, rows, cosines, sines, memories + l, out,
-                   count, threads))
+    if (step_layer(layers[l], updates[l], masks, is_updated ? masked : 0, l ? out[l - 1] : rows, cosines, sines,
+                   memories + l, out[l], count, threads))
       return 1;
-    rows = out;
-    out += (size_t)count * layers[l]->hidden;
   }
   return 0;
 }

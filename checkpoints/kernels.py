@@ -101,12 +101,16 @@ def _multiply(rows: torch.Tensor, blocks: torch.Tensor, outputs: int, bits: int)
 def pick_rows(places: torch.Tensor, blocks: torch.Tensor, outputs: int) -> torch.Tensor:
     """`(..., in)` float32, the weights of some outputs `(...)` int64, of a matrix in 8 bits that [`to_blocks`] gave.
     Raises `IndexError` for an output that it has not."""
-    width = blocks.shape[1] * GROUP
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        flat = places.flatten()
-        near = from_blocks(blocks[flat // OUTPUTS], OUTPUTS * len(flat), 8).view(-1, OUTPUTS, width)
-        return near[torch.arange(len(flat), device="cpu"), flat % OUTPUTS].view(*places.shape, width)
-    places = places.contiguous()
+        found: torch.Tensor = torch.ops.wedlm_hf.pick_rows(places, blocks, outputs)
+        return found
+    return _pick(places, blocks, outputs)
+
+
+def _pick(places: torch.Tensor, blocks: torch.Tensor, outputs: int) -> torch.Tensor:
+    if places.dtype not in (torch.int32, torch.int64) or not places.is_cpu:
+        raise TypeError(f"Rows have integers for numbers, on a CPU, got {places.dtype} on {places.device}.")
+    places, width = places.long().contiguous(), blocks.shape[1] * GROUP
     found = torch.empty(*places.shape, width, dtype=torch.float32, device="cpu")
     if _library().pick_rows(places.data_ptr(), blocks.data_ptr(), found.data_ptr(), places.numel(), outputs, width):
         raise IndexError(f"There are {outputs} rows, got {int(places.min())} to {int(places.max())}.")
@@ -248,21 +252,22 @@ def step_layers(
     turns: Turns,
     memories: Sequence[_Memory],
     updates: Sequence["Updates | None"],
-) -> tuple[torch.Tensor, ...]:
+) -> list[torch.Tensor]:
     """What each of several layers gives, one behind the other, on rows `(B, Q, H)`: attention too, by what
     [`memory_of`] gave for each."""
-    with torch.inference_mode(False):  # a tensor whose version tells of changes
-        found = torch.empty(len(layers), *rows.shape, dtype=torch.float32, device="cpu")
+    with torch.inference_mode(False):  # tensors whose versions tell of changes
+        found = [torch.empty(rows.shape, dtype=torch.float32, device="cpu") for _ in layers]
     many = ctypes.c_void_p * len(layers)
     own = [(None, None, 0) if each is None else each.arguments for each in updates]
     _, masks, masked = next((each for each in own if each[0] is not None), own[0])
+    pointers = rows.data_ptr(), turns[0].data_ptr(), turns[1].data_ptr(), (_Memory * len(layers))(*memories)
     if _library().step_layers(
-        many(*(layer._address for layer in layers)), many(*(each[0] for each in own)), masks, masked, rows.data_ptr(),
-        turns[0].data_ptr(), turns[1].data_ptr(), (_Memory * len(layers))(*memories), found.data_ptr(), len(layers),
-        rows.numel() // rows.shape[-1], torch.get_num_threads(),
+        many(*(layer._address for layer in layers)), many(*(each[0] for each in own)), masks, masked, *pointers,
+        many(*(each.data_ptr() for each in found)), len(layers), rows.numel() // rows.shape[-1],
+        torch.get_num_threads(),
     ):  # fmt: skip
         raise MemoryError(f"No memory is left for rows of {tuple(rows.shape)}.")
-    return found.unbind()
+    return found
 
 
 def memory_of(
@@ -373,6 +378,12 @@ def _has_kernels() -> bool:
     torch.library.define(name, "(Tensor rows, Tensor blocks, int outputs, int bits) -> Tensor")
     torch.library.impl(name, "CPU")(_multiply)
     torch.library.register_fake(name)(lambda rows, blocks, outputs, bits: rows.new_empty(*rows.shape[:-1], outputs))
+    name = "wedlm_hf::pick_rows"
+    torch.library.define(name, "(Tensor places, Tensor blocks, int outputs) -> Tensor")
+    torch.library.impl(name, "CPU")(_pick)
+    torch.library.register_fake(name)(
+        lambda places, blocks, outputs: places.new_empty(*places.shape, blocks.shape[1] * GROUP, dtype=torch.float32)
+    )
     return True
 
 

@@ -159,7 +159,7 @@ class Grouped(Blocked):
     def is_exactly(self, weight: torch.Tensor) -> bool:
         """Whether these are the very weights, as those of a file in 8 bits are."""
         parts = zip(self.weight.split(_LOOKED), weight.split(_LOOKED * OUTPUTS), strict=True)
-        return all(from_blocks(part, len(own), self.bits).equal(own) for part, own in parts)
+        return all(from_blocks(part, len(own), self.bits).equal(own.float()) for part, own in parts)
 
 
 class Table:

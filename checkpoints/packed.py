@@ -242,7 +242,7 @@ def _share_tables(model: nn.Module) -> None:
     embeddings = [each for each in model.modules() if isinstance(each, PackedEmbedding) and each.max_norm is None]
     for head in [each for each in model.modules() if isinstance(each, PackedLinear) and each.bits == 8]:
         rows, matrix = head.rows, head.product.matrix
-        if isinstance(rows, torch.Tensor) and isinstance(matrix, Grouped) and matrix.is_exactly(rows.float()):
+        if isinstance(rows, torch.Tensor) and isinstance(matrix, Grouped) and matrix.is_exactly(rows):
             head.rows = Table(matrix)
             for embedding in embeddings:
                 if embedding.table is None and embedding.weight.data_ptr() == rows.data_ptr():
@@ -254,10 +254,12 @@ def _use_fused_norms(model: nn.Module) -> None:
     """Gives a float32 model norms of fewer operations, where they have the very same bits."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
+            if not type(norm).__name__.endswith("RMSNorm"):
+                continue
             weight: Any = getattr(norm, "weight", None)
             eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
             is_vector = isinstance(weight, nn.Parameter) and weight.ndim == 1
-            if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or not is_vector or not eps:
+            if len(norm.state_dict()) != 1 or not is_vector or not eps:
                 continue
             rows = torch.randn(8, *weight.shape)
             for fused in (PackedNorm(weight, eps, added).train(norm.training) for added in (0.0, 1.0)):

@@ -160,7 +160,7 @@ class PackedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(...)` int64 to `(..., embedding_dim)` float32."""
-        return super().forward(input).float() if self.table is None else self.table[input.long()]
+        return super().forward(input).float() if self.table is None else self.table[input]
 
     def read_from(self, table: Table) -> None:
         """From now on, its rows are the table's."""

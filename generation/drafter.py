@@ -327,8 +327,7 @@ def scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def head_rows(head: Any) -> Any:
-    """The weights of a head, `(V, H)`, of which single rows can be read by their numbers; `None` where they cannot:
-    quantizers have kinds of their own."""
+    """The weights of a head, `(V, H)`, where single rows can be read: quantizers have kinds of their own."""
     if head._forward_hooks:
         return None
     is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter

@@ -1,7 +1,10 @@
 """Decoder layers as one kernel: the values of their own class, whatever is added to them, changed or cached."""
 
 import copy
+import gc
 import pickle
+import weakref
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -95,8 +98,13 @@ def test_a_layer_gives_what_its_modules_give(name, bits, calls):
 
 def step_of(model, rows, count, prompt, masks):
     """Logits of a step of these rows behind a prompt, in a window cache, and of them one by one."""
+    return steps_of(model, [rows], count, prompt, masks)[0][0]
+
+
+def steps_of(model, steps, count, prompt, masks=None):
+    """Logits of steps of these rows, one behind the other, and all keys and values in the end."""
     attention, cache = StepAttention(model), WindowCache()
-    sequence = SequenceState(0, prompt, len(prompt), 0, 1)
+    sequence = SequenceState(0, list(prompt), len(prompt), 0, 1)
     cache.open([[*prompt, 0]], model.device, model.config)
 
     def forward(rows, alone, slots=None):
@@ -106,12 +114,17 @@ def step_of(model, rows, count, prompt, masks):
         mask = attention.masks(step, step.position_ids, alone)
         with forward_as(slots=None if slots is None else model.slots(slots), **attention.record):
             inputs = {"attention_mask": mask, "position_ids": step.position_ids, cache_name(model): cache}
-            return model(step.input_ids, use_cache=True, **inputs).logits[0]
+            found = model(step.input_ids, use_cache=True, **inputs).logits[0]
+        kept = [row.position for row in rows if row.token is not None] if alone else [*range(len(prompt))]
+        if slots is None and (not alone or all(row.parent == place - 1 for place, row in enumerate(rows))):
+            cache.commit([[*range(len(kept))]])
+            sequence.committed = cache.lengths[0]
+        return found
 
     forward(sequence.pending_rows, 0)
-    cache.commit([[*range(len(prompt))]])
-    sequence.committed = len(prompt)
-    return forward(rows, count, masks)
+    logits = [forward(rows, count, masks) for rows in steps]
+    held = [(layer._keys, layer._values) for layer in cache.layers]
+    return logits, [each[:, :, : cache.lengths[0]] for pair in held for each in pair]
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -190,39 +203,84 @@ BETWEEN = [
 ]  # fmt: skip
 
 
+def steps_from(position):
+    """Steps of two rows each."""
+    return [[Row(5 + n, position + 2 * n, -1), Row(6 + n, position + 2 * n + 1, 0)] for n in range(4)]
+
+
+def same(found, expected):
+    return all(map(torch.equal, (*found[0], *found[1]), (*expected[0], *expected[1])))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", BETWEEN)
 def test_layers_that_follow_are_computed_by_one_call_and_what_happens_between_them_counts(
     change, mode, calls, monkeypatch
 ):
-    model = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8)
-    step, prompt = [Row(5, 9, -1), Row(6, 10, 0)], IDS[0].tolist()
+    model, prompt = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8), IDS[0].tolist()
     with mode():
-        before = [step_of(model, step, 2, prompt, None) for _ in range(2)]
-        assert before[0].equal(before[1]) and [each for each in calls if isinstance(each, int)] == [1] * 4 + [4]
+        before = steps_of(model, steps_from(9), 2, prompt)
+        assert [each for each in calls if isinstance(each, int)] == [1] * 4 + [4] * 3
         plain = copy.deepcopy(model)  # a copy has seen no layer run
         for each in (model, plain):
             with torch.no_grad():
                 change(each.model.layers)
-        found = [step_of(model, step, 2, prompt, None) for _ in range(3)]
+        found = [steps_of(model, steps_from(9), 2, prompt) for _ in range(3)]
         monkeypatch.setattr(fused_layer, "_MOST_AHEAD", 0)
         calls.clear()
-        expected = [step_of(plain, step, 2, prompt, None) for _ in range(3)]
+        expected = [steps_of(plain, steps_from(9), 2, prompt) for _ in range(3)]
         assert set(calls) <= {"begin", "end", 1}
-    assert all(map(torch.equal, found, expected)) and expected[0].equal(before[0]) == (change is nothing)
+    assert all(map(same, found, expected)) and same(expected[0], before) == (change is nothing)
 
 
 @torch.no_grad()
-def test_layers_in_another_order_are_computed_together_again(calls):
-    model = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8)
-    step, prompt = [Row(5, 9, -1), Row(6, 10, 0)], IDS[0].tolist()
-    for _ in range(2):
-        step_of(model, step, 2, prompt, None)
-    exchange_layers(model.model.layers)
-    for _ in range(4):
+def test_layers_in_another_order_or_in_two_models_are_learned_anew(calls, monkeypatch):
+    model, prompt = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8), IDS[0].tolist()
+    other = copy.copy(model)
+    other._modules = {**model._modules, "model": copy.copy(model.model)}
+    other.model._modules = {**model.model._modules, "layers": torch.nn.ModuleList(reversed(model.model.layers))}
+    found = []
+    for each in (model, other, model, other):
         calls.clear()
-        step_of(model, step, 2, prompt, None)
-    assert calls == ["begin", "end"] * 4 + [4]
+        found.append(steps_of(each, steps_from(9), 2, prompt))
+    assert calls[-1] == 4
+    monkeypatch.setattr(fused_layer, "_MOST_AHEAD", 0)
+    expected = [steps_of(each, steps_from(9), 2, prompt) for each in (model, other)]
+    assert all(map(same, found, expected * 2))
+
+
+@torch.no_grad()
+def test_a_record_of_states_does_not_end_a_run_and_a_failed_forward_leaves_nothing(calls):
+    model, prompt = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8), IDS[0].tolist()
+    expected = steps_of(model, steps_from(9), 2, prompt)
+    model(IDS, output_hidden_states=True)
+    calls.clear()
+    assert same(steps_of(model, steps_from(9), 2, prompt), expected) and calls[-4:] == [4] * 4
+
+    def fail(module, args):
+        raise ValueError("no norm")
+
+    handle = model.model.norm.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="no norm"):
+        steps_of(model, steps_from(9), 2, prompt)
+    handle.remove()
+    assert same(steps_of(model, steps_from(9), 2, prompt), expected)
+    watched = weakref.ref(model.model.layers[0])
+    del model, handle
+    gc.collect()
+    assert watched() is None
+
+
+@torch.no_grad()
+def test_another_default_dtype_changes_nothing():
+    model, prompt = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8), IDS[0].tolist()
+    expected = steps_of(model, steps_from(9), 2, prompt)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = steps_of(model, steps_from(9), 2, prompt)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(found, expected)
 
 
 def hook_projection(model):
@@ -239,6 +297,25 @@ def hook_gate(model):
 
 def exchange_gate(model):
     model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+
+
+def wrap_attention(model):
+    class Louder(torch.nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, *args, **how):
+            output, weights = self.attention(*args, **how)
+            return output * 2, weights
+
+    model.model.layers[0].self_attn = Louder(model.model.layers[0].self_attn)
+
+
+def exchange_hooks(model):
+    model.model.layers[0].mlp.up_proj._forward_hooks = OrderedDict()
+    hook_projection(model)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
 
 
 def exchange_norm(model):
@@ -290,6 +367,7 @@ def exchange_data(model):
 CHANGES = [
     hook_projection, hook_attention, hook_gate, exchange_gate, exchange_norm, exchange_forward, load_norms,
     exchange_data, scale_norms_of_heads, leave_gaps, raise_eps, exchange_class,
+    wrap_attention, exchange_hooks,
 ]  # fmt: skip
 
 

@@ -156,6 +156,9 @@ def test_a_table_in_eight_bits_is_held_once_by_the_tied_head(tmp_path, moved, mo
         with pytest.raises(IndexError):
             embeddings(torch.tensor([[1, beyond]]))
     assert embeddings(IDS[:0]).shape == (0, 5, 32) and embeddings(IDS.int()).equal(embeddings(IDS))
+    assert torch.jit.trace(embeddings, IDS)(IDS.flip(1)).equal(embeddings(IDS.flip(1)))
+    with pytest.raises((TypeError, RuntimeError), match=r"integers|Long"):
+        embeddings(IDS.float())
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert embeddings(IDS).equal(table[IDS])
     monkeypatch.undo()

@@ -51,7 +51,7 @@ CELLS = [
     or decoder in ({"all drafts", "timed"} if model == "lora" else {"fixed", "trees"})
     if "qwen2.5" not in model or errors == 0.3 or "drafts" in decoder
 ]
-LIMIT = 12
+LIMIT = 16
 make = cache(lambda name: MODELS[name]())
 PROMPTS = prompts_of([5, 1, 12, 3])
 said_by_ar = cache(lambda name: [row[:LIMIT] for row in ar_outputs(make(name), PROMPTS)])
