@@ -93,8 +93,7 @@ static inline __attribute__((always_inline)) void add_quads(int count, __m256i f
   }
 }
 
-// The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is
-// inlined.
+// The products of up to four rows with the weights of 8 outputs. `bits` and `rows` are constants where this is inlined.
 static inline __attribute__((always_inline)) void multiply_block(int bits, int rows, const uint8_t *weights, int groups,
                                                                  const int16_t *levels, const Scale *scales, float *out,
                                                                  int stride, int left) {
@@ -151,8 +150,8 @@ static inline int rows_of_pass(int left, int most) {
   return (left + passes - 1) / passes;
 }
 
-// The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under
-// way at once. Each has one order.
+// The products of up to six rows with the tile of 16 outputs, or of one row with that of 32: so many sums are under way
+// at once. Each has one order.
 static inline __attribute__((always_inline)) void multiply_tile(int rows, int tiles, const uint16_t *weights, int width,
                                                                 const float *row, float *out, int stride, int left) {
   __m256 found[MOST_WIDE_ROWS * 4];  // in registers, if all loops over them are unrolled
@@ -312,8 +311,8 @@ void norm_rows(const float *rows, const float *factor, float *out, int count, in
 }
 
 // Turns heads by rotary embeddings, in place: the first `heads` times `width` numbers of each row of `stride` numbers.
-// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`,
-// (heads, width), each head is normed before.
+// `cosines` and `sines` are (count, width), and the width, that of a head, is a multiple of 16. With `factors`, (heads,
+// width), each head is normed before.
 void turn_heads(float *rows, const float *cosines, const float *sines, const float *factors, int count, int heads,
                 int width, int stride, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) if (count * (size_t)stride > FEW)
@@ -427,9 +426,9 @@ static void attend(const float *query, const float *keys, const float *values, c
   }
 }
 
-// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] -
-// 1 of `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a
-// multiple of 8. Returns 1 where memory is missing, else 0.
+// Attention of rows, each by itself, as many of each sequence. Row r sees the keys at places ends[r] to ends[r + 1] - 1
+// of `places`; without `places`, the first `longest` ones. `out` is (rows, heads, width), and the width is a multiple
+// of 8. Returns 1 where memory is missing, else 0.
 int attend_rows(const float *query, const float *keys, const float *values, const int32_t *places, const int32_t *ends,
                 float *out, int rows, int of_each, int heads, int groups, int longest, int width,
                 const Strides *strides, float scaling, int threads) {
@@ -514,8 +513,8 @@ static void add_rows(const float *rows, float *found, const float *factor, float
   for (size_t i = 0; i < count * (size_t)width; i++) out[i] = rows[i] + found[i];
 }
 
-// What a layer makes of its `rows` (count, hidden) and of what was `attended` (count, queries * head_width), into
-// `out` (count, hidden). The others are those of `begin_layer`.
+// What a layer makes of its `rows` (count, hidden) and of what was `attended` (count, queries * head_width), into `out`
+// (count, hidden). The others are those of `begin_layer`.
 int end_layer(const Layer *layer, const Update *updates, const int32_t *masks, int masked, const float *rows,
               const float *attended, float *out, int count, int threads) {
   const int hidden = layer->hidden, inner = layer->inner, sizes[] = {inner, inner};
