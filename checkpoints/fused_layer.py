@@ -1,4 +1,5 @@
-"""A decoder layer of a packed model that is computed by one kernel, see [`fused`].
+"""A decoder layer of a packed model that is computed by one kernel, see [`fused`]; in a step of decoding, with those
+that follow it.
 
 `B` sequences, `Q` rows of each.
 """
