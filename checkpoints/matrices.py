@@ -52,6 +52,7 @@ _LOOKED, _LARGEST_STEP = 48, 16
 # weights were rounded to, and no more than so much of the step. Further away, training moved it, which levels undo.
 _ROUNDING, _NEAR = {torch.bfloat16: 1.1 * 2**-8, torch.float16: 1.1 * 2**-11, torch.float32: 2**-20}, 0.1
 _SAMPLED = 64  # groups that show whether a matrix has levels
+_AT_ONCE = 8192  # groups whose levels are looked for together: 1 MB, which stays in a cache
 
 
 class Levels(NamedTuple):
@@ -323,13 +324,26 @@ def _some(groups: torch.Tensor) -> torch.Tensor:
 
 def _levels_of(groups: torch.Tensor) -> Levels | None:
     """The levels of groups `(n, 32)`, the steps between them and the lowest; `None` if a group has no such levels."""
+    parts = groups.split(_AT_ONCE)
 
     def is_held(held: torch.Tensor, dtype: torch.dtype) -> bool:
         return held.equal(held.to(dtype).to(held.dtype))
 
-    fitting = (share for dtype, share in _ROUNDING.items() if is_held(_some(groups), dtype) and is_held(groups, dtype))
+    fitting = (
+        share for dtype, share in _ROUNDING.items() if all(is_held(part, dtype) for part in (_some(groups), *parts))
+    )
     if (rounding := next(fitting, None)) is None:  # some are no numbers, or have more bits
         return None
+    found = []
+    for part in parts:
+        if (levels := _levels_in(part, rounding)) is None:
+            return None
+        found.append(levels)
+    return Levels(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _levels_in(groups: torch.Tensor, rounding: float) -> Levels | None:
+    """As [`_levels_of`], where rounding moved a weight by such a share of its size at most."""
     groups = groups.float()
     low, largest = groups.amin(-1), groups.amax(-1)
     spread, sizes = largest - low, torch.maximum(largest, -low)
