@@ -224,9 +224,9 @@ def training(job: Job, out: Path) -> Parts:
 
 def fsdp(job: Job, out: Path) -> Parts:
     """Ten steps of wedlm-nano by one process: alone, by transformers' FSDP2, by accelerate's."""
-    words = f"--model_name_or_path {NANO} --dataset {out / 'chats.jsonl'} --max_steps {2 if job.tiny else 10} --block_size 8 --bf16 false"
-    words += " --logging_steps 1 --gradient_accumulation_steps 1 --save_strategy no --disable_tqdm true"
-    words += f" --learning_rate 1e-4 --use_cpu {str(job.device == 'cpu').lower()}"
+    words = f"--model_name_or_path {NANO} --dataset {out / 'chats.jsonl'} --max_steps {2 if job.tiny else 10}"
+    words += " --block_size 8 --bf16 false --logging_steps 1 --gradient_accumulation_steps 1 --save_strategy no"
+    words += f" --disable_tqdm true --learning_rate 1e-4 --use_cpu {str(job.device == 'cpu').lower()}"
     launch, config = "-m torch.distributed.run --standalone --nproc-per-node=1", "examples/distributed/fsdp2.yaml"
     accelerate = f"-m accelerate.commands.launch --config_file={ROOT / config} --num_processes=1 --mixed_precision=no"
     sharded = ["--model_init_kwargs", json.dumps({"distributed_config": {"fsdp_size": 1}})]
