@@ -101,6 +101,11 @@ class Update:
         last.add_(update)
         return None
 
+    @staticmethod
+    def adds_nothing() -> bool:
+        """Whether no update of the forward under way adds anything."""
+        return UNDER_WAY.slots is None or not UNDER_WAY.slots.count
+
     def low_rank(self, rows: torch.Tensor) -> tuple[Any, Any, torch.Tensor] | None:
         """For kernels that compute a whole decoder layer: the two matrices, and which of the rows `(B, T, H)` they are
         for, as places among the `B * T`, int32. `None` where it adds nothing."""

@@ -52,7 +52,7 @@ class Fused:
         """Copies and pickles are made of classes that a name can find, and have no addresses of memory."""
         parts: Any = super().__reduce_ex__(protocol)
         (make, (kind, *rest), state, *others), bases = parts, type(self).__bases__
-        state = {**state, "_looked": None, "_next": None}
+        state = {**state, "_looked": None, "_next": None, "_chain": None}
         if bases[1:] != (self.base_class,):  # somebody's subclass
             return make, (kind, *rest), state, *others
         return _rebuilt, (bases[0], self.base_class, make, *rest), state, *others

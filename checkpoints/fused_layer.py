@@ -4,15 +4,18 @@ that follow it.
 `B` sequences, `Q` rows of each.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from .fused import Fused, FusedAttention, FusedMLP, implementation, is_plain, turns_of
 from .kernels import LayerKernels, Turns, Updates, memory_of, step_layers, takes
@@ -50,6 +53,7 @@ class FusedLayer(Fused):
     needs_kernels = True
     _looked: _Looked | None
     _next: Any = None  # a reference to the layer that follows, once it has run
+    _chain: Any = None  # see there: of this layer and those that follow
     _is_end = False  # something happens between this layer and the next one
 
     def prepare(self: Any) -> _Looked:
@@ -97,7 +101,7 @@ class FusedLayer(Fused):
         hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
         kinds, own = [*map(type, modules)], [*map(vars, modules)]
         held = [*(norm.factor for norm in norms), *(bias for bias in biases if bias is not None)]
-        where = owners, found, modules, kinds, own, hooks, norms, of_heads, held, _state(norms, layers, held)
+        where = owners, found, modules, kinds, own, hooks, norms, of_heads, held, _state(norms, held)
         self._looked = looked = _Looked(kernels, layers, *where)
         return looked
 
@@ -121,13 +125,17 @@ class FusedLayer(Fused):
             if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
                 return None
             is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
-            is_same = is_same and looked.state == _state(looked.norms, looked.layers, looked.held)
+            is_same = is_same and looked.state == _state(looked.norms, looked.held)
             return looked if is_same else self.prepare()
         except (AttributeError, KeyError, TypeError):  # it cannot be prepared any more
             return None
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
         """The base's, on `(B, Q, hidden size)`."""
+        ahead: Any = _STEP.ahead()
+        is_under_way = ahead is not None and ahead.run is not None and not args
+        if is_under_way and (found := ahead.found(self, hidden_states, how)) is not None:
+            return found
         ready: _Ready | None = None
         is_known = not args and how.get("position_embeddings") is not None and self.has_kernels and not self.training
         if is_known and takes(hidden_states) and hidden_states.ndim == 3:
@@ -165,9 +173,7 @@ class FusedLayer(Fused):
         if room is not None:
             keys, values, slots, longest = room
             seen = attention.seen(how.get("attention_mask"), sequences, count, longest)
-            most, *shape = keys.shape[0], keys.shape[1], keys.shape[3]
-            is_fitting = shape == [attention._heads[1], attention.head_dim] and values.shape == keys.shape
-            if seen is not False and is_fitting and most >= sequences and is_plain(keys) and is_plain(values):
+            if seen is not False and _fits(attention, keys, values) and len(keys) >= sequences:
                 is_fitting = slots.shape == (sequences, count)
                 memory = memory_of(keys, values, slots, longest, attention.scaling, seen) if is_fitting else None
         return _Ready(looked.kernels, turns, memory, updates)
@@ -185,6 +191,12 @@ class FusedLayer(Fused):
         return self.self_attn.probe(attend, rows, cache)
 
 
+def _fits(attention: Any, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a cache's buffers `(B, heads, C, D)` are for kernels, and of this attention."""
+    is_fitting = [keys.shape[1], keys.shape[3]] == [attention._heads[1], attention.head_dim]
+    return is_fitting and values.shape == keys.shape and is_plain(keys) and is_plain(values)
+
+
 class _Ready(NamedTuple):
     """What the kernels of a layer need for some rows."""
 
@@ -192,6 +204,118 @@ class _Ready(NamedTuple):
     turns: Turns
     memory: Any  # where its keys and values go; `None` where a cache stores them by itself
     updates: Updates | None
+
+
+class _Chain:
+    """Layers that were ready together, and all that this rested on: while it is as it was, they are ready again. Each
+    step asks that of all layers, so lists of theirs are compared by functions of C.
+
+    Args:
+        layers: one behind the other, as [`FusedLayer.look`] found them.
+
+    Raises:
+        KeyError: for layers that must be asked one by one.
+    """
+
+    def __init__(self, layers: list[Any]):
+        self.others, looked = layers[1:], [layer._looked for layer in layers]  # the first one keeps this
+        self.kernels = [each.kernels for each in looked]
+        self.looked, attentions = looked, [layer._modules["self_attn"] for layer in layers]
+        linear = [layer for each in looked for layer in each.layers]
+        hooks = [module._forward_hooks for module in (*attentions, *layers, *linear)]
+        self.kinds = {type(hook) for layer in linear for hook in layer._forward_hooks.values()}
+        self.empty = [hooks for each in looked for hooks in each.hooks]
+        self.empty += [layer._forward_pre_hooks for layer in self.others]
+        self.hooks, self.known = hooks, [*chain.from_iterable(map(dict.values, hooks))]
+        self.newest = RemovableHandle.next_id  # of hooks, when these were looked at
+        self.dicts = [owner for each in looked for owner in each.owners]
+        self.modules = [module for each in looked for module in each.modules]
+        self.of_modules = [own for each in looked for own in each.own]
+        held = [tensor for each in looked for tensor in each.held]
+        self.in_place = [norm for each in looked for norm in each.norms], held
+        self.attentions, self.configs = attentions, {id(each.config): each.config for each in attentions}.values()
+        self.normed = [attention for attention in attentions if attention._parts]
+        # For each cache, which is used by one call at a time: references to its buffers, and where they lie.
+        self.memories: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
+        self.objects, self.numbers = self._now(layers)
+        if len({(type(each), *of_each[2:]) for each, of_each in zip(attentions, self.numbers[-1], strict=True)}) > 1:
+            raise KeyError("These layers see other keys.")
+
+    def _now(self, layers: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Objects that must be the same, and what must be equal."""
+        own, of_attention = [*map(vars, layers)], [*map(vars, self.attentions)]
+        objects = [*chain.from_iterable(map(dict.values, self.dicts)), *map(type, self.modules)]
+        objects += [each["_looked"] for each in own]
+        objects += [each.get("_next") for each in own]
+        objects += chain.from_iterable(map(itemgetter("config", "_norms"), of_attention))
+        numbers = [
+            [*map(len, self.dicts)], _state(*self.in_place), [attention.parts() for attention in self.normed],
+            [each.get("_is_end") for each in own], [*map(itemgetter("training", "has_kernels"), own)],
+            [*map(itemgetter("layer_idx", "scaling", "head_dim", "attends_by_row"), of_attention)],
+        ]  # fmt: skip
+        return objects, numbers
+
+    def again(
+        self, layer: Any, ready: _Ready, rows: torch.Tensor, cache: Any
+    ) -> tuple[list[Any], list[LayerKernels], list[Any], list[Updates | None]] | None:
+        """The layers, and what their kernels need for these rows, if they are ready as the first one is."""
+        layers = [layer, *self.others]
+        if torch.is_grad_enabled() or _has_any_global_hook():
+            return None
+        is_idle = all(getattr(kind, "adds_nothing", bool)() for kind in self.kinds)
+        # Hooks that are removed change nothing where they add nothing, and new ones have a number.
+        if not (is_idle and RemovableHandle.next_id == self.newest) and not self._has_same_hooks():
+            return None
+        if any(implementation(config) != "sdpa" for config in self.configs):
+            return None
+        try:
+            objects, numbers = self._now(layers)
+        except KeyError:
+            return None
+        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)) or numbers != self.numbers:
+            return None
+        if any(map(dict.__contains__, self.of_modules, _FORWARDS)):
+            return None
+        if (memories := self._memories(cache, ready.memory, rows)) is None:
+            return None
+        updates: list[Any] = [None] * len(layers)
+        if not is_idle:
+            updates = [_updates(looked, rows) for looked in self.looked]
+            if False in updates:
+                return None
+        return layers, self.kernels, memories, updates
+
+    def _has_same_hooks(self) -> bool:
+        """Whether no hook came or went."""
+        newest, known = RemovableHandle.next_id, [*chain.from_iterable(map(dict.values, self.hooks))]
+        if any(self.empty) or len(known) != len(self.known) or not all(map(is_, known, self.known)):
+            return False
+        self.newest = newest
+        return True
+
+    def _memories(self, cache: Any, memory: Any, rows: torch.Tensor) -> list[Any] | None:
+        """Where the layers' keys and values go in the step that the first one's `memory` is for; `None` where the
+        cache has no such room."""
+        rooms: list[Any] = [cache.room(attention.layer_idx) for attention in self.attentions]
+        if None in rooms or any(room[2] is not rooms[0][2] or room[3] != rooms[0][3] for room in rooms):
+            return None
+        buffers = [buffer for room in rooms for buffer in room[:2]]
+        known, memories = self.memories.get(cache, ((), []))
+        if len(known) != len(buffers) or not all(map(is_, [each() for each in known], buffers)):
+            pairs = list(zip(self.attentions, rooms, strict=True))
+            if not all(_fits(attention, room[0], room[1]) for attention, room in pairs):
+                return None
+            memories = [
+                memory_of(keys, values, slots, longest, attention.scaling, None)
+                for attention, (keys, values, slots, longest) in pairs
+            ]
+            self.memories[cache] = [*map(weakref.ref, buffers)], memories
+        if min(map(len, buffers)) < len(rows):
+            return None
+        shared = memory.slots, memory.places, memory.ends, memory.of_each, memory.longest
+        for each in memories:
+            each.slots, each.places, each.ends, each.of_each, each.longest = shared
+        return memories
 
 
 class _Run(NamedTuple):
@@ -238,20 +362,44 @@ class _Ahead:
 
     def step(self, layer: Any, ready: _Ready, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> torch.Tensor:
         """What the layer gives, whose kernels are ready; those that follow it are computed, too."""
-        layers, all_ready = [layer], [ready]
+        known = None
+        if is_short := rows.shape[0] * rows.shape[1] <= _MOST_AHEAD:
+            known = None if self.done or layer._chain is None else layer._chain.again(layer, ready, rows, cache)
+        layers, kernels, memories, updates = known or self._ask(layer, ready, rows, how, cache if is_short else None)
         self.done.append(layer)
-        if rows.shape[0] * rows.shape[1] <= _MOST_AHEAD:
-            while (layer := _following(layer)) is not None and layer not in layers and layer not in self.done:
-                following = layer.ready(rows, how, cache)
-                if following is None or following.memory is None:
-                    break
-                layers.append(layer)
-                all_ready.append(following)
-        kernels, turns, memories, updates = zip(*all_ready, strict=True)
-        found = step_layers(kernels, rows, turns[0], memories, updates)
+        found = step_layers(kernels, rows, ready.turns, memories, updates)
         self.run = _Run(layers, found, [*how.values()]) if len(layers) > 1 else None
         self.place, self.last = 1, (layers[0], found[0])
+        _STEP.ahead = weakref.ref(self)
         return found[0]
+
+    def _ask(self, first: Any, ready: _Ready, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> Any:
+        """The first layer and those behind it that are ready, too, asked one after the other, and what their kernels
+        need; without a cache, the first one alone."""
+        layer, layers, all_ready = first, [first], [ready]
+        while cache is not None and (layer := _following(layer)) is not None:
+            if layer in layers or layer in self.done:
+                break
+            following = layer.ready(rows, how, cache)
+            if following is None or following.memory is None:
+                break
+            layers.append(layer)
+            all_ready.append(following)
+        if cache is not None and not self.done:
+            vars(first)["_chain"] = None
+            with suppress(KeyError):
+                vars(first)["_chain"] = _Chain(layers)
+        kernels, _, memories, updates = zip(*all_ready, strict=True)
+        return layers, kernels, memories, updates
+
+
+class _Step(threading.local):
+    """A reference to what was computed ahead in the step that a thread computes."""
+
+    ahead: Callable[[], _Ahead | None] = staticmethod(lambda: None)
+
+
+_STEP = _Step()
 
 
 def _ahead_in(layer: Any, cache: Any) -> _Ahead | None:
@@ -277,12 +425,11 @@ def _following(layer: Any) -> Any:
     return None if following is None or following._forward_pre_hooks else following
 
 
-def _state(norms: list[PackedNorm], layers: list[PackedLinear], held: list[torch.Tensor]) -> list[Any]:
+def _state(norms: list[PackedNorm], held: list[torch.Tensor]) -> list[Any]:
     """What may be changed in place: where weights lie, and how."""
     state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
     state += [norm.eps for norm in norms]
-    state += [id(norm.factor) for norm in norms]
-    return state + [vars(layer)["product"] for layer in layers]
+    return state + [id(norm.factor) for norm in norms]
 
 
 def _updates(looked: _Looked, rows: torch.Tensor) -> Any:

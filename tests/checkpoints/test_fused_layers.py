@@ -3,8 +3,10 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -386,6 +388,57 @@ def test_what_is_changed_in_a_layer_later_counts(name, change):
         assert not is_close(expected, before)
         for each in (model, model, copy.deepcopy(model)):
             assert is_close(each(IDS).logits, expected)
+
+
+def train(model):
+    model.model.layers[1].train()
+
+
+def use_eager(model):
+    model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("change", [*CHANGES, train, use_eager])
+@torch.no_grad()
+def test_what_is_changed_counts_in_layers_that_were_computed_by_one_call(change, calls, monkeypatch):
+    model, prompt = pack(MODELS["norms of queries and keys"](), 8), IDS[0].tolist()
+    before = steps_of(model, steps_from(9), 2, prompt)
+    assert calls[-1] == 2
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        change(each)
+    found = [steps_of(model, steps_from(9), 2, prompt) for _ in range(2)]
+    monkeypatch.setattr(fused_layer, "_MOST_AHEAD", 0)
+    expected = steps_of(plain, steps_from(9), 2, prompt)
+    assert all(same(each, expected) for each in found)
+    assert not same(expected, before)
+
+
+@torch.no_grad()
+def test_two_callers_take_turns_step_by_step(calls, monkeypatch):
+    model = pack(MODELS["llama"](), 8)
+    add_mask_adapter(model, replace(MaskAdapterSettings(), target_modules=TARGETS, rank=5, root_width=0))
+    for up in model.mask_adapter.up.values():
+        torch.nn.init.normal_(up, std=0.1)
+    prompts = [IDS[0].tolist(), IDS[1].tolist()[:5]]
+    rows = [[Row(5, len(prompt), -1), Row(None, len(prompt) + 2, 0)] for prompt in prompts]
+    expected = [steps_of(model, [own] * 4, 1, prompt, 1) for own, prompt in zip(rows, prompts, strict=True)]
+    turns = threading.Barrier(2)
+
+    def in_turn(forward):
+        def step(*args, **how):
+            turns.wait()
+            return forward(*args, **how)
+
+        return step
+
+    monkeypatch.setattr(fused_layer, "step_layers", in_turn(fused_layer.step_layers))
+    calls.clear()
+    with ThreadPoolExecutor(2) as threads:
+        jobs = zip(rows, prompts, strict=True)
+        found = [threads.submit(torch.no_grad()(steps_of), model, [own] * 4, 1, prompt, 1) for own, prompt in jobs]
+        found = [each.result() for each in found]
+    assert calls[-2:] == [2, 2] and all(map(same, found, expected))
 
 
 def test_what_needs_gradients_a_record_or_another_implementation_is_not_for_kernels(calls):
