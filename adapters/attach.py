@@ -96,7 +96,7 @@ class AttachedModel(WeDLMGenerationMixin):
             if hasattr(next(self.mask_adapter.parameters()), "full_tensor"):  # a DTensor
                 raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
-        found: Slots | None = self.mask_adapter.slots(slots, self.dtype, self._is_packed)
+        found: Slots | None = self.mask_adapter.slots(slots, *self._row_format)
         return found
 
     @contextmanager
@@ -109,6 +109,13 @@ class AttachedModel(WeDLMGenerationMixin):
     @property
     def _is_packed(self: Any) -> bool:
         return isinstance(self.get_output_embeddings(), PackedLinear)
+
+    @property
+    def _row_format(self: Any) -> tuple[torch.dtype, bool]:
+        """The dtype of rows, and whether layers are packed."""
+        is_packed = self._is_packed
+        # torch looks through all parameters for a dtype.
+        return (torch.float32 if is_packed else self.dtype), is_packed
 
     def draft_hidden(
         self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor, of_root: torch.Tensor | None = None
@@ -128,7 +135,7 @@ class AttachedModel(WeDLMGenerationMixin):
         adapter = self.mask_adapter
         hidden = hidden[..., : adapter.hidden_size]
         if adapter.head is not None:
-            found = adapter.matrices(self.dtype, self._is_packed)
+            found = adapter.matrices(*self._row_format)
             hidden = adapter.head(hidden, self.get_input_embeddings()(previous_ids), found.head)
         return hidden if of_root is None else torch.lerp(hidden, of_root.to(hidden), ROOT_WEIGHT)
 
@@ -136,7 +143,7 @@ class AttachedModel(WeDLMGenerationMixin):
         """As [`draft_hidden`], without masks: `hidden` are the states that predicted the last of these tokens, with
         their inner states behind, if the root head reads them."""
         adapter = self.mask_adapter
-        found = adapter.matrices(self.dtype, self._is_packed)
+        found = adapter.matrices(*self._row_format)
         return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head)
 
     def root_shortlist(self) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
@@ -258,7 +265,7 @@ def load_mask_adapter(
         adapter.to(stored_in[0] if model._is_packed else model.dtype).requires_grad_(False)
         if model._is_packed:  # or the first answer would wait while the copy is made
             with torch.no_grad():
-                adapter.matrices(model.dtype, is_packed=True)
+                adapter.matrices(*model._row_format)
                 if model.drafts_from_root:
                     model.root_shortlist()
             give_back_memory()
