@@ -83,9 +83,9 @@ class Update:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
-        slots: Slots | None = UNDER_WAY.slots
-        if slots is None or not slots.count:
+        if self.adds_nothing():
             return None
+        slots: Slots = UNDER_WAY.slots
         down, up = slots.matrices.updates[self.target][self.layer]
         start = output.shape[1] - slots.count
         rows, last = (each.narrow(1, start, slots.count) for each in (args[0], output))
@@ -109,9 +109,9 @@ class Update:
     def low_rank(self, rows: torch.Tensor) -> tuple[Any, Any, torch.Tensor] | None:
         """For kernels that compute a whole decoder layer: the two matrices, and which of the rows `(B, T, H)` they are
         for, as places among the `B * T`, int32. `None` where it adds nothing."""
-        slots: Slots | None = UNDER_WAY.slots
-        if slots is None or not slots.count:
+        if self.adds_nothing():
             return None
+        slots: Slots = UNDER_WAY.slots
         return *slots.matrices.updates[self.target][self.layer], slots.places(rows)
 
 

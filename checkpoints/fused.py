@@ -71,7 +71,8 @@ class FusedAttention(Fused):
             return ()
         weights: list[Any] = [getattr(norm, "weight", None) for norm in norms]
         versions = (0 if each is None or each.is_inference() else each._version for each in weights)
-        return (*map(id, (*norms, *weights)), *versions)
+        places = (None if each is None else each.data_ptr() for each in weights)
+        return (*map(id, (*norms, *weights)), *versions, *places, *(getattr(norm, "eps", None) for norm in norms))
 
     def prepare(self: Any) -> None:
         """Joins what belongs to several of the layers. Raises `AttributeError` or `TypeError` for other layers."""

@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.hooks import RemovableHandle
 
 from .fused import Fused, FusedAttention, FusedMLP, implementation, is_plain, turns_of
 from .kernels import LayerKernels, Turns, Updates, memory_of, step_layers, takes
@@ -101,13 +100,13 @@ class FusedLayer(Fused):
         hooks = [hooks for each in modules for name in HOOKS if id(hooks := vars(each)[name]) not in others]
         kinds, own = [*map(type, modules)], [*map(vars, modules)]
         held = [*(norm.factor for norm in norms), *(bias for bias in biases if bias is not None)]
-        where = owners, found, modules, kinds, own, hooks, norms, of_heads, held, _state(norms, held)
+        where = owners, found, modules, kinds, own, hooks, norms, of_heads, held, _state(norms, layers, held)
         self._looked = looked = _Looked(kernels, layers, *where)
         return looked
 
     def look(self: Any) -> _Looked | None:
-        """What is known of the layer, if all is as it was. Every forward asks every layer: lists are compared by
-        functions of C."""
+        """What is known of the layer, if all is as it was. A forward asks every layer, but for those of a [`_Chain`]:
+        lists are compared by functions of C."""
         looked: _Looked | None = self._looked
         try:
             if looked is None:  # copied
@@ -125,7 +124,7 @@ class FusedLayer(Fused):
             if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
                 return None
             is_same = attention._parts == attention.parts() and attention._norms is looked.of_heads
-            is_same = is_same and looked.state == _state(looked.norms, looked.held)
+            is_same = is_same and looked.state == _state(looked.norms, looked.layers, looked.held)
             return looked if is_same else self.prepare()
         except (AttributeError, KeyError, TypeError):  # it cannot be prepared any more
             return None
@@ -218,40 +217,42 @@ class _Chain:
     """
 
     def __init__(self, layers: list[Any]):
-        self.others, looked = layers[1:], [layer._looked for layer in layers]  # the first one keeps this
-        self.kernels = [each.kernels for each in looked]
-        self.looked, attentions = looked, [layer._modules["self_attn"] for layer in layers]
-        linear = [layer for each in looked for layer in each.layers]
-        hooks = [module._forward_hooks for module in (*attentions, *layers, *linear)]
+        attentions = [layer._modules["self_attn"] for layer in layers]
+        self.of_attention, alike = [*map(vars, attentions)], itemgetter("head_dim", "attends_by_row")
+        if len({(type(each), *alike(vars(each))) for each in attentions}) > 1:
+            raise KeyError("These layers see other keys.")
+        self.others, self.looked = layers[1:], [layer._looked for layer in layers]  # the first one keeps this
+        linear = [layer for each in self.looked for layer in each.layers]
+        self.hooked = [*map(vars, (*attentions, *self.others, *linear))]
+        self.hooks = [layers[0]._forward_hooks, *(own["_forward_hooks"] for own in self.hooked)]
         self.kinds = {type(hook) for layer in linear for hook in layer._forward_hooks.values()}
-        self.empty = [hooks for each in looked for hooks in each.hooks]
+        self.empty = [hooks for each in self.looked for hooks in each.hooks]
         self.empty += [layer._forward_pre_hooks for layer in self.others]
-        self.hooks, self.known = hooks, [*chain.from_iterable(map(dict.values, hooks))]
-        self.newest = RemovableHandle.next_id  # of hooks, when these were looked at
-        self.dicts = [owner for each in looked for owner in each.owners]
-        self.modules = [module for each in looked for module in each.modules]
-        self.of_modules = [own for each in looked for own in each.own]
-        held = [tensor for each in looked for tensor in each.held]
-        self.in_place = [norm for each in looked for norm in each.norms], held
+        self.dicts = self.hooks + [owner for each in self.looked for owner in each.owners]
+        self.modules = [module for each in self.looked for module in each.modules]
+        self.of_modules = [own for each in self.looked for own in each.own]
+        self.in_place = [
+            [each for looked in self.looked for each in part(looked)]
+            for part in (attrgetter("norms"), attrgetter("layers"), attrgetter("held"))
+        ]
         self.attentions, self.configs = attentions, {id(each.config): each.config for each in attentions}.values()
         self.normed = [attention for attention in attentions if attention._parts]
         # For each cache, which is used by one call at a time: references to its buffers, and where they lie.
         self.memories: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
         self.objects, self.numbers = self._now(layers)
-        if len({(type(each), *of_each[2:]) for each, of_each in zip(attentions, self.numbers[-1], strict=True)}) > 1:
-            raise KeyError("These layers see other keys.")
 
     def _now(self, layers: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Objects that must be the same, and what must be equal."""
-        own, of_attention = [*map(vars, layers)], [*map(vars, self.attentions)]
+        """Objects that must be the same, and what must be equal; so many objects there are as that says."""
+        own = [*map(vars, layers)]
         objects = [*chain.from_iterable(map(dict.values, self.dicts)), *map(type, self.modules)]
-        objects += [each["_looked"] for each in own]
+        objects += map(itemgetter("_forward_hooks"), self.hooked)
+        objects += map(itemgetter("_looked"), own)
         objects += [each.get("_next") for each in own]
-        objects += chain.from_iterable(map(itemgetter("config", "_norms"), of_attention))
+        objects += chain.from_iterable(map(itemgetter("config", "_norms"), self.of_attention))
         numbers = [
             [*map(len, self.dicts)], _state(*self.in_place), [attention.parts() for attention in self.normed],
             [each.get("_is_end") for each in own], [*map(itemgetter("training", "has_kernels"), own)],
-            [*map(itemgetter("layer_idx", "scaling", "head_dim", "attends_by_row"), of_attention)],
+            [*map(itemgetter("layer_idx", "scaling", "head_dim", "attends_by_row"), self.of_attention)],
         ]  # fmt: skip
         return objects, numbers
 
@@ -260,11 +261,7 @@ class _Chain:
     ) -> tuple[list[Any], list[LayerKernels], list[Any], list[Updates | None]] | None:
         """The layers, and what their kernels need for these rows, if they are ready as the first one is."""
         layers = [layer, *self.others]
-        if torch.is_grad_enabled() or _has_any_global_hook():
-            return None
-        is_idle = all(getattr(kind, "adds_nothing", bool)() for kind in self.kinds)
-        # Hooks that are removed change nothing where they add nothing, and new ones have a number.
-        if not (is_idle and RemovableHandle.next_id == self.newest) and not self._has_same_hooks():
+        if torch.is_grad_enabled() or any(self.empty) or any(map(dict.__contains__, self.of_modules, _FORWARDS)):
             return None
         if any(implementation(config) != "sdpa" for config in self.configs):
             return None
@@ -272,32 +269,22 @@ class _Chain:
             objects, numbers = self._now(layers)
         except KeyError:
             return None
-        if len(objects) != len(self.objects) or not all(map(is_, objects, self.objects)) or numbers != self.numbers:
+        if numbers != self.numbers or not all(map(is_, objects, self.objects)):
             return None
-        if any(map(dict.__contains__, self.of_modules, _FORWARDS)):
-            return None
-        if (memories := self._memories(cache, ready.memory, rows)) is None:
+        if (memories := self._memories(cache, ready.memory)) is None:
             return None
         updates: list[Any] = [None] * len(layers)
-        if not is_idle:
+        if not all(kind.adds_nothing() for kind in self.kinds):
             updates = [_updates(looked, rows) for looked in self.looked]
             if False in updates:
                 return None
-        return layers, self.kernels, memories, updates
+        return layers, [looked.kernels for looked in self.looked], memories, updates
 
-    def _has_same_hooks(self) -> bool:
-        """Whether no hook came or went."""
-        newest, known = RemovableHandle.next_id, [*chain.from_iterable(map(dict.values, self.hooks))]
-        if any(self.empty) or len(known) != len(self.known) or not all(map(is_, known, self.known)):
-            return False
-        self.newest = newest
-        return True
-
-    def _memories(self, cache: Any, memory: Any, rows: torch.Tensor) -> list[Any] | None:
+    def _memories(self, cache: Any, memory: Any) -> list[Any] | None:
         """Where the layers' keys and values go in the step that the first one's `memory` is for; `None` where the
         cache has no such room."""
         rooms: list[Any] = [cache.room(attention.layer_idx) for attention in self.attentions]
-        if None in rooms or any(room[2] is not rooms[0][2] or room[3] != rooms[0][3] for room in rooms):
+        if None in rooms:
             return None
         buffers = [buffer for room in rooms for buffer in room[:2]]
         known, memories = self.memories.get(cache, ((), []))
@@ -310,8 +297,6 @@ class _Chain:
                 for attention, (keys, values, slots, longest) in pairs
             ]
             self.memories[cache] = [*map(weakref.ref, buffers)], memories
-        if min(map(len, buffers)) < len(rows):
-            return None
         shared = memory.slots, memory.places, memory.ends, memory.of_each, memory.longest
         for each in memories:
             each.slots, each.places, each.ends, each.of_each, each.longest = shared
@@ -362,9 +347,11 @@ class _Ahead:
 
     def step(self, layer: Any, ready: _Ready, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> torch.Tensor:
         """What the layer gives, whose kernels are ready; those that follow it are computed, too."""
-        known = None
-        if is_short := rows.shape[0] * rows.shape[1] <= _MOST_AHEAD:
-            known = None if self.done or layer._chain is None else layer._chain.again(layer, ready, rows, cache)
+        is_short = rows.shape[0] * rows.shape[1] <= _MOST_AHEAD
+        before: _Chain | None = layer._chain if is_short else None
+        if before is not None and any(each in self.done for each in before.others):
+            before = None
+        known = None if before is None else before.again(layer, ready, rows, cache)
         layers, kernels, memories, updates = known or self._ask(layer, ready, rows, how, cache if is_short else None)
         self.done.append(layer)
         found = step_layers(kernels, rows, ready.turns, memories, updates)
@@ -376,19 +363,25 @@ class _Ahead:
     def _ask(self, first: Any, ready: _Ready, rows: torch.Tensor, how: dict[str, Any], cache: Any) -> Any:
         """The first layer and those behind it that are ready, too, asked one after the other, and what their kernels
         need; without a cache, the first one alone."""
-        layer, layers, all_ready = first, [first], [ready]
-        while cache is not None and (layer := _following(layer)) is not None:
-            if layer in layers or layer in self.done:
+        layers, all_ready, is_whole = [first], [ready], cache is not None
+        while cache is not None:
+            following = None if layers[-1]._is_end or layers[-1]._next is None else layers[-1]._next()
+            if following is None or following in layers:
                 break
-            following = layer.ready(rows, how, cache)
-            if following is None or following.memory is None:
+            is_done = following in self.done  # what it stored stays
+            is_apart = is_done or _has_hooks_between(layers[-1], following)
+            own: _Ready | None = None if is_apart else following.ready(rows, how, cache)
+            if own is None or own.memory is None:
+                is_whole = False
                 break
-            layers.append(layer)
-            all_ready.append(following)
-        if cache is not None and not self.done:
-            vars(first)["_chain"] = None
+            layers.append(following)
+            all_ready.append(own)
+        made = None
+        if is_whole and len(layers) > 1 and not torch.is_grad_enabled():  # else more may be ready the next time
             with suppress(KeyError):
-                vars(first)["_chain"] = _Chain(layers)
+                made = _Chain(layers)
+        if cache is not None:
+            vars(first)["_chain"] = made
         kernels, _, memories, updates = zip(*all_ready, strict=True)
         return layers, kernels, memories, updates
 
@@ -415,21 +408,21 @@ def _ahead_in(layer: Any, cache: Any) -> _Ahead | None:
     return found
 
 
-def _following(layer: Any) -> Any:
-    """The layer that follows, if nothing happens between them. Hooks may state that they only read (`only_reads`), as
-    those do that record what layers give."""
-    following = None if layer._is_end or layer._next is None else layer._next()
+def _has_hooks_between(layer: Any, following: Any) -> bool:
+    """Whether hooks may do something between two layers. They may state that they only read (`only_reads`), as those
+    do that record what layers give."""
     for hook in layer._forward_hooks.values():
         if not getattr(hook, "only_reads", False) and getattr(hook, "__module__", None) != _RECORDER:
-            return None
-    return None if following is None or following._forward_pre_hooks else following
+            return True
+    return bool(following._forward_pre_hooks)
 
 
-def _state(norms: list[PackedNorm], held: list[torch.Tensor]) -> list[Any]:
+def _state(norms: list[PackedNorm], layers: list[PackedLinear], held: list[torch.Tensor]) -> list[Any]:
     """What may be changed in place: where weights lie, and how."""
     state: list[Any] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
     state += [norm.eps for norm in norms]
-    return state + [id(norm.factor) for norm in norms]
+    state += [id(norm.factor) for norm in norms]
+    return state + [vars(layer)["product"] for layer in layers]
 
 
 def _updates(looked: _Looked, rows: torch.Tensor) -> Any:

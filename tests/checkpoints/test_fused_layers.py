@@ -286,19 +286,19 @@ def test_another_default_dtype_changes_nothing():
 
 
 def hook_projection(model):
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
+    model.model.layers[-1].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
 
 
 def hook_attention(model):
-    model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: (output[0] + 3, None))
+    model.model.layers[-1].self_attn.register_forward_hook(lambda module, args, output: (output[0] + 3, None))
 
 
 def hook_gate(model):
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, output: output + 3)
+    model.model.layers[-1].mlp.act_fn.register_forward_hook(lambda module, args, output: output + 3)
 
 
 def exchange_gate(model):
-    model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    model.model.layers[-1].mlp.act_fn = torch.nn.ReLU()
 
 
 def wrap_attention(model):
@@ -311,22 +311,22 @@ def wrap_attention(model):
             output, weights = self.attention(*args, **how)
             return output * 2, weights
 
-    model.model.layers[0].self_attn = Louder(model.model.layers[0].self_attn)
+    model.model.layers[-1].self_attn = Louder(model.model.layers[-1].self_attn)
 
 
 def exchange_hooks(model):
-    model.model.layers[0].mlp.up_proj._forward_hooks = OrderedDict()
+    model.model.layers[-1].mlp.up_proj._forward_hooks = OrderedDict()
     hook_projection(model)
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
+    model.model.layers[-1].mlp.up_proj.register_forward_hook(lambda module, args, output: output + 3)
 
 
 def exchange_norm(model):
-    model.model.layers[0].post_attention_layernorm = torch.nn.Identity()
+    model.model.layers[-1].post_attention_layernorm = torch.nn.Identity()
 
 
 def exchange_forward(model):
-    own = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda rows: own(rows) + torch.arange(rows.shape[-1]) / 10
+    own = model.model.layers[-1].mlp.forward
+    model.model.layers[-1].mlp.forward = lambda rows: own(rows) + torch.arange(rows.shape[-1]) / 10
 
 
 def load_norms(model):
@@ -341,17 +341,25 @@ def scale_norms_of_heads(model):
             layer.self_attn.q_norm.weight.mul_(3)
 
 
+def exchange_norms_of_heads(model):
+    model.model.layers[-1].self_attn.k_norm.weight.data = 3 * model.model.layers[-1].self_attn.k_norm.weight.data
+
+
+def raise_eps_of_heads(model):
+    model.model.layers[-1].self_attn.q_norm.eps = 5.0
+
+
 def leave_gaps(model):
-    norm = model.model.layers[0].input_layernorm
+    norm = model.model.layers[-1].input_layernorm
     norm.weight.data = torch.stack([norm.weight.data, norm.weight.data + 1], 1)[:, 1]
 
 
 def raise_eps(model):
-    model.model.layers[0].input_layernorm.eps = 5.0
+    model.model.layers[-1].input_layernorm.eps = 5.0
 
 
 def exchange_class(model):
-    mlp = model.model.layers[0].mlp
+    mlp = model.model.layers[-1].mlp
 
     class Other(type(mlp)):
         def forward(self, rows):
@@ -366,10 +374,26 @@ def exchange_data(model):
             parameter.data = parameter.data * 3
 
 
+def exchange_product(model):
+    first, *_, last = model.model.layers
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(last.self_attn, name).product = getattr(first.self_attn, name).product
+
+
+def exchange_hooks_of_attention(model):
+    model.model.layers[-1].self_attn._forward_hooks = OrderedDict()
+    hook_attention(model)
+
+
+def put_hooks_in_place(model):
+    model.model.layers[-1].mlp.up_proj._forward_hooks[10**9] = lambda module, args, output: output + 3
+    model.model.layers[-1].mlp._forward_hooks[10**9] = lambda module, args, output: output + 3
+
+
 CHANGES = [
     hook_projection, hook_attention, hook_gate, exchange_gate, exchange_norm, exchange_forward, load_norms,
     exchange_data, scale_norms_of_heads, leave_gaps, raise_eps, exchange_class,
-    wrap_attention, exchange_hooks,
+    wrap_attention, exchange_hooks, exchange_product, exchange_hooks_of_attention, put_hooks_in_place,
 ]  # fmt: skip
 
 
@@ -398,7 +422,7 @@ def use_eager(model):
     model.set_attn_implementation("eager")
 
 
-@pytest.mark.parametrize("change", [*CHANGES, train, use_eager])
+@pytest.mark.parametrize("change", [*CHANGES, train, use_eager, exchange_norms_of_heads, raise_eps_of_heads])
 @torch.no_grad()
 def test_what_is_changed_counts_in_layers_that_were_computed_by_one_call(change, calls, monkeypatch):
     model, prompt = pack(MODELS["norms of queries and keys"](), 8), IDS[0].tolist()
@@ -412,6 +436,37 @@ def test_what_is_changed_counts_in_layers_that_were_computed_by_one_call(change,
     expected = steps_of(plain, steps_from(9), 2, prompt)
     assert all(same(each, expected) for each in found)
     assert not same(expected, before)
+
+
+def watch_a_layer(model):
+    return model.model.layers[0].register_forward_hook(lambda module, args, output: None).remove
+
+
+def watch_a_projection(model):
+    return model.model.layers[2].mlp.up_proj.register_forward_hook(lambda module, args, output: None).remove
+
+
+def train_a_layer(model):
+    model.model.layers[1].train()
+    return model.eval
+
+
+def leave_early(model):
+    layers = model.model.layers
+    model.model.layers = layers[:2]
+    return lambda: setattr(model.model, "layers", layers)
+
+
+@pytest.mark.parametrize("change", [watch_a_layer, watch_a_projection, train_a_layer, leave_early])
+@torch.no_grad()
+def test_what_came_and_went_leaves_one_call_for_all_layers(change, calls):
+    model, prompt = pack(tiny_llama(num_hidden_layers=4, **SIZES), 8), IDS[0].tolist()
+    expected = steps_of(model, steps_from(9), 2, prompt)
+    undo = change(model)
+    steps_of(model, steps_from(9), 2, prompt)
+    assert calls[-1] != 4
+    undo()
+    assert same(steps_of(model, steps_from(9), 2, prompt), expected) and calls[-1] == 4
 
 
 @torch.no_grad()
