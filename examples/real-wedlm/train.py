@@ -21,7 +21,6 @@ Hardware: two CPU cores make 8 examples in some 25 seconds. What is published is
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -53,7 +52,7 @@ from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "smollm2")]
 import data  # noqa: E402
-from smollm2 import FOLDER, fetch  # noqa: E402
+from smollm2 import FOLDER, fetch, give_way  # noqa: E402
 
 METHODS = ("wedlm", "sft")
 PUBLISHED, RUN = Path("build/real-wedlm"), Path("build/real-wedlm-run")  # whole models: published, of a run
@@ -245,7 +244,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6, help="problems of each task to decode in the end; 0: none")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's")
     options = parser.parse_args()
-    os.nice(10)
+    give_way()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     tasks, minutes = tuple(options.tasks), ADAPTER_SHARE * options.minutes  # the latter are the adapter's

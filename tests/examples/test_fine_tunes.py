@@ -35,7 +35,7 @@ def test_each_way_to_train_gives_a_model_that_is_decoded_with_both_adapters(task
     monkeypatch.setattr(fine_tunes, "problems", lambda *_: [(f"Count to {count}.", "1, 2, 3") for count in range(24)])
     options = ["--examples", "8", "--count", "1", "--output", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["fine_tunes.py", task, *options])
-    monkeypatch.setattr("os.nice", lambda _: 0)
+    monkeypatch.setattr(fine_tunes, "give_way", lambda: None)
     monkeypatch.setattr("wedlm_hf.eval.prompts.LONGEST_ANSWER", 8)
     fine_tunes.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {task}")]
